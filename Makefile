@@ -1,0 +1,44 @@
+# Two commands are enough: `make reproduce` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help install reproduce claims test lab sync outputs clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv and install the kit (done by every command that needs it)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) was not found; install Python 3.11 to 3.13, or name one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "make: $(PYTHON) is $$($(PYTHON) -c 'import platform; print(platform.python_version())'); the kit needs 3.11 to 3.13, for example: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks the venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (a few minutes; PyTorch is the large part)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+reproduce: $(STAMP) ## run the paper's claims at laptop scale and write a report page (CPU, minutes)
+	@$(BIN)/longhorn reproduce --scale laptop
+
+claims: $(STAMP) ## print the ledger: the paper's numbers, ours, the verdict
+	@$(BIN)/longhorn claims
+
+test: $(STAMP) ## run every notebook, the tests, and the check that notebooks and package agree
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh
+
+lab: $(STAMP) ## open the book in JupyterLab
+	@$(BIN)/jupyter lab nbs/index.ipynb
+
+sync: $(STAMP) ## export the package from the notebooks and clean them (before a commit)
+	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+
+outputs: $(STAMP) ## execute the notebooks in place, so that their committed outputs are fresh
+	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level WARN $(or $(NB),$(wildcard nbs/*/*.ipynb nbs/*.ipynb))
+	@$(BIN)/nbdev_clean
+
+clean: ## remove .venv and everything generated (runs/ stays)
+	rm -rf .venv build *.egg-info _proc docs/_site docs/_build .pytest_cache .hypothesis

@@ -1,0 +1,17 @@
+# What `make test` runs: the notebooks, the tests, and the check that notebooks and package agree.
+# The check works on a copy, so that a failing run leaves the working tree as it was.
+set -eu
+echo "== notebooks (nbdev_test)"
+nbdev_test --n_workers 2
+echo "== tests (pytest)"
+python -m pytest -q
+echo "== notebooks are clean and the package is what they export"
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -R nbs longhorn_kit settings.ini pyproject.toml README.md LICENSE "$copy"
+(cd "$copy" && nbdev_clean && nbdev_export)
+for folder in nbs longhorn_kit; do
+  diff -r -q -x __pycache__ -x .ipynb_checkpoints "$folder" "$copy/$folder" ||
+    { echo "make test: $folder is out of step; run 'make sync' and commit the result"; exit 1; }
+done
+echo "all passed"
