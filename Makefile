@@ -5,17 +5,25 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test lab sync outputs clean
+.PHONY: help install reproduce claims test lab sync outputs docs clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv and install the kit (done by every command that needs it)
 
+# What is wrong with $(PYTHON), in one line; empty if nothing is.
+AGAIN = make $(or $(MAKECMDGOALS),install) PYTHON=python3.12
+PROBLEM = $(shell \
+  version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || \
+    { echo "$(PYTHON) does not run here; install Python 3.11 to 3.13 or name one: $(AGAIN)"; exit; }; \
+  case $$version in (3.11|3.12|3.13) ;; (*) \
+    echo "$(PYTHON) is Python $$version; the kit needs 3.11 to 3.13, for example: $(AGAIN)"; exit;; esac; \
+  $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+    echo "$(PYTHON) lacks venv; on Debian or Ubuntu: apt install python3-venv")
+
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) was not found; install Python 3.11 to 3.13, or name one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "make: $(PYTHON) is $$($(PYTHON) -c 'import platform; print(platform.python_version())'); the kit needs 3.11 to 3.13, for example: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks the venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(eval problem := $(PROBLEM))$(if $(problem),$(error $(problem)))
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (a few minutes; PyTorch is the large part)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -39,6 +47,10 @@ sync: $(STAMP) ## export the package from the notebooks and clean them (before a
 outputs: $(STAMP) ## execute the notebooks in place, so that their committed outputs are fresh
 	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level WARN $(or $(NB),$(wildcard nbs/*/*.ipynb nbs/*.ipynb))
 	@$(BIN)/nbdev_clean
+
+docs: $(STAMP) ## build the site from the notebooks into docs/_site
+	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@$(BIN)/python docs/build.py
 
 clean: ## remove .venv and everything generated (runs/ stays)
 	rm -rf .venv build *.egg-info _proc docs/_site docs/_build .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Data, training, and the experiments that test the paper's claims."""

@@ -1,0 +1,2 @@
+"""The recurrences over whole sequences: reference, chunked, and the public operation."""
+from .op import FORMS, longhorn_scan, longhorn_step, selective_scan, selective_step
