@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
-           'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain', 'compare_seeds', 'all_of',
-           'Claim', 'judge_recall', 'judge_language', 'judge_exact_cost', 'parameters_saved', 'suggest', 'find_claim',
-           'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'results_folder', 'ledger_text',
+           'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'NAMES', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain', 'compare_seeds',
+           'all_of', 'Claim', 'judge_recall', 'judge_language', 'judge_exact_cost', 'parameters_saved', 'suggest',
+           'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'results_folder', 'ledger_text',
            'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
@@ -100,12 +100,15 @@ class Claim:
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
 PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
 
+NAMES = {"longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
+         "mamba": "Mamba", "attention": "attention", "gla": "GLA"}
+
 def _published_losses(
     size: str, # "120M" or "350M"
 ) -> str:      # "longhorn 3.225, mamba 3.238, ..."
     "The published OpenWebText losses as text, best first."
-    names = {"longhorn": "Longhorn", "mamba": "Mamba", "attention": "attention", "gla": "GLA"}
-    table = {name: loss for name, loss in OPENWEBTEXT[size].items() if name in names}
+    table = {name: loss for name, loss in OPENWEBTEXT[size].items() if name in ("longhorn", "mamba", "attention", "gla")}
+    names = NAMES | {"longhorn": "Longhorn"}
     return ", ".join(f"{names[name]} {table[name]:.3f}" for name in sorted(table, key=table.get))
 
 def _means(
@@ -115,7 +118,7 @@ def _means(
 ) -> str:
     "Mean over seeds of each model as text, best first."
     means = {name: mean(scores) for name, scores in table.items()}
-    return ", ".join(f"{name} {form.format(means[name])}" for name in sorted(means, key=means.get, reverse=reverse))
+    return ", ".join(f"{NAMES.get(name, name)} {form.format(means[name])}" for name in sorted(means, key=means.get, reverse=reverse))
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-023
 def judge_recall(
@@ -219,7 +222,7 @@ def _independent(
     return text, all_of([compare_seeds([x], [y], lower_is_better) for _, a, b in rows for x, y in zip(a, b)])
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-035
-MUON = "arXiv 2606.30461 (170M, 10B tokens)"
+MUON = "arXiv 2606.30461, 170M, 10B tokens"
 CLAIMS += [
     Claim("read-twice", "Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.", "+4.25 points", THREAD,
           "the difference of the two means in the authors' own table, rounded, is 4.25",
@@ -294,6 +297,8 @@ def load_record(
         raise ValueError(f"cannot be read ({type(error).__name__})") from None
     if not isinstance(record, dict) or record.get("claim") != name:
         raise ValueError(f"is not a record of '{name}'")
+    if missing := [key for key in ("scale", "settings", "results", "seconds") if key not in record]:
+        raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-046
@@ -394,7 +399,7 @@ def ledger_text(
 ) -> str:
     "The ledger as an aligned table; as one block a claim where four columns would be too narrow."
     if width < 84:
-        return _blocks(rows, max(width, 30))
+        return _blocks(rows, max(width, 36))
     widths = (17, min(width, 100) - 58, 22, 13)
     head = [_columns(("CLAIM", "WHAT THE PAPER SAYS", "WHAT WAS FOUND", "VERDICT"), widths), "-" * (sum(widths) + 6)]
     return "\n".join(head + [("\n" if cells[0] and i else "") + _columns(cells, widths) for i, cells in enumerate(_cells(rows))])

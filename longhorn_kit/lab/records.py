@@ -9,7 +9,7 @@ __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'to
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
 import dataclasses, errno, json, math, os, platform, re, shutil, subprocess, sys, time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 import torch
@@ -32,7 +32,7 @@ def atomic_file(
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error) if error.strerror else error # with no strerror it is a message already
     finally:
         partial.unlink(missing_ok=True)
 
@@ -61,7 +61,7 @@ def atomic_folder(
         yield partial
         publish_folder(partial, path)
     except OSError as error:
-        raise error if str(error).startswith("cannot write") else cannot_write(path, error) from error
+        raise cannot_write(path, error) if error.strerror else error # with no strerror it is a message already
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -146,7 +146,8 @@ def append_jsonl(
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(before)
+                with suppress(OSError):
+                    file.truncate(before)
                 raise
     except OSError as error:
         raise cannot_write(path, error) from error

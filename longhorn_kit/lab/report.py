@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'LAYOUT', 'figure_alt', 'figure_html', 'inline', 'table_html', 'duration', 'Part', 'part_of', 'rows_of',
-           'verdict_html', 'row_html', 'run_html', 'part_html', 'summary_html', 'page', 'write_report']
+           'verdict_html', 'row_html', 'run_html', 'anchor', 'part_html', 'summary_html', 'ledger_list_html', 'page',
+           'close_figure', 'write_report']
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-003
 import base64
@@ -16,7 +17,7 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
-from .claims import CLAIMS, Claim, Ledger, Row, claim_module, find_claim, judge, ledger_html
+from .claims import CLAIMS, Claim, Ledger, Row, claim_module, find_claim, judge
 from .records import atomic_file
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-006
@@ -70,11 +71,13 @@ def table_html(
 # %% ../../nbs/lab/40_report.ipynb #40_report-014
 def _is_number(value):
     "Whether a cell reads as a number, with or without a unit or spread behind it."
-    return isinstance(value, str) and re.match(r"^[+\-−]?\d[\d.,]*\s*(%|×|x|s|ms|M|k|±.*|\(.*\))?$", value.strip()) is not None
+    return isinstance(value, str) and re.match(r"^[+\-−]?\d[\d.,]*(\s*(%|×|x|s|ms|[kM]?B?))?(\s*(±.*|\(.*\)))?$", value.strip()) is not None
 
 def _shown(value):
-    "A cell's text: at most four significant digits for a float, a dash for nothing."
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    "A cell's text: thousands apart, at most four significant digits for a float, a dash for nothing."
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "–" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 def duration(
     seconds: float,
@@ -145,6 +148,12 @@ def _plain(value):
     "A setting as one line of text."
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
+def anchor(
+    record: dict,
+) -> str:
+    "The id of a record's section."
+    return escape(f"{record['claim']}-{record['scale']}")
+
 # %% ../../nbs/lab/40_report.ipynb #40_report-022
 def part_html(
     part: Part,
@@ -152,8 +161,9 @@ def part_html(
     "One section of the page."
     record = part.record
     samples = "".join(f"<h3>{inline(title)}</h3><pre class=sample>{escape(text)}</pre>" for title, text in part.samples)
+    title = f"{record['claim'].replace('-', ' ').capitalize()}, {record['scale']} scale"
     return "\n".join([
-        f'<section id="{escape(record["claim"])}"><h2>{escape(record["claim"].replace("-", " ").capitalize())}</h2>',
+        f'<section id="{anchor(record)}"><h2>{escape(title)}</h2>',
         *(row_html(row) for row in rows_of(record)),
         *(figure_html(*figure) for figure in part.figures),
         *(table_html(*table) for table in part.tables),
@@ -182,12 +192,15 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .35rem 1rem; ma
 .verdict { font-weight: 600; white-space: nowrap } .verdict::before { content: "● " }
 .holds { color: var(--good) } .does-not-hold, .unreadable { color: var(--bad) } .mixed, .unfinished { color: var(--between) } .not-run { color: var(--soft); font-weight: 400 }
 figure { margin: 1.8rem 0 } figure img { display: block; width: 100%; max-width: 40rem; height: auto; margin: 0 auto }
-figcaption, .run { color: var(--soft); font-size: .92rem } figcaption { margin-top: .5rem } .run { margin-top: 2rem } .run code { color: var(--ink) }
+figcaption, .run, .soft { color: var(--soft); font-size: .92rem } figcaption { margin-top: .5rem } .run { margin-top: 2rem } .run code { color: var(--ink) }
 .scroll { overflow-x: auto; margin: 1.6rem 0 } table { border-collapse: collapse; font-size: .92rem; width: 100%; font-variant-numeric: tabular-nums }
 caption { text-align: left; font-weight: 600; padding-bottom: .4rem } th { font-weight: 600; color: var(--soft) }
-th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top } .number { text-align: right }
+th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top } .number { text-align: right; white-space: nowrap }
+.time, td:first-child code { white-space: nowrap }
 details { margin: .4rem 0 } summary { cursor: pointer } details dl, details pre { margin: .6rem 0 1rem }
-@media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .6rem } body { padding-top: 1.5rem } }
+@media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .6rem } body { padding-top: 1.5rem }
+  .summary thead { display: none } .summary tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line) }
+  .summary td { display: inline; border: 0 } .summary td:nth-child(3) { display: block } }
 """
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-026
@@ -195,25 +208,40 @@ def summary_html(
     records: list[dict],
 ) -> str:
     "The first table: every decided claim, its verdict, and how long its run took."
+    if not records:
+        return "<p>Nothing has been run yet: <code>longhorn reproduce --scale laptop</code>.</p>"
     lines = []
     for record in records:
         for i, row in enumerate(rows_of(record)):
-            link = f'<a href="#{escape(record["claim"])}"><code>{escape(row.claim.name)}</code></a>'
+            link = f'<a href="#{anchor(record)}"><code>{escape(row.claim.name)}</code></a>'
             took = duration(record["seconds"]) if i == 0 else "same run"
-            lines.append(f"<tr><td>{link}</td><td>{verdict_html(row.verdict)}</td><td>{inline(row.ours)}</td><td>{took}</td></tr>")
+            lines.append(f"<tr><td>{link}</td><td>{verdict_html(row.verdict)}</td><td>{inline(row.ours)}</td><td class=time>{took}</td></tr>")
     head = "".join(f"<th>{name}</th>" for name in ("claim", "verdict", "this run", "time"))
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="scroll"><table class="summary"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-027
+# %% ../../nbs/lab/40_report.ipynb #40_report-028
+def ledger_list_html(
+    rows: list[Row], # the ledger
+) -> str:
+    "Every claim with all that was found about it, one block a claim."
+    blocks = {}
+    for row in rows:
+        found = f" {inline(row.scale)}: {inline(row.ours)}" if row.ours else ""
+        blocks.setdefault(row.claim.name, (row.claim, []))[1].append(f"<br>{verdict_html(row.verdict)}{found}")
+    return "".join(
+        f"<p><code><b>{escape(name)}</b></code> {inline(claim.statement)} <span class=soft>{inline(claim.published)} ({inline(claim.source)}).</span>"
+        f"{''.join(found)}</p>" for name, (claim, found) in blocks.items())
+
+# %% ../../nbs/lab/40_report.ipynb #40_report-029
 def page(
     parts: list[Part],
     ledger: Ledger | None = None, # all the claims, to close with
 ) -> str:
     "The whole page as HTML: a summary, one section a part, and the ledger."
     records = [part.record for part in parts]
-    total, scales = sum(record["seconds"] for record in records), sorted({record["scale"] for record in records})
-    lead = f"Scale: {', '.join(scales)}. Computing time {duration(total)}. Written {datetime.now(timezone.utc):%d %B %Y, %H:%M} UTC."
-    close = f'<section><h2>All claims</h2><div class="scroll">{ledger_html(ledger)}</div></section>' if ledger else ""
+    total, now = sum(record["seconds"] for record in records), datetime.now(timezone.utc)
+    lead = f"Computing time {duration(total)}. Written {now:%d %B %Y, %H:%M} UTC."
+    close = f'<section><h2>All claims</h2>{ledger_list_html(ledger)}</section>' if ledger else ""
     return "\n".join([
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Longhorn Kit: reproduction report</title>',
@@ -221,14 +249,24 @@ def page(
         f'<p class="lead">Claims of “Longhorn: State Space Models are Amortized Online Learners” (arXiv 2407.14207), run again with Longhorn Kit. {lead}</p>',
         summary_html(records), *(part_html(part) for part in parts), close, "</body>\n</html>\n"])
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-028
+# %% ../../nbs/lab/40_report.ipynb #40_report-030
+def close_figure(
+    fig, # a matplotlib figure that is in the page now
+):
+    "Give back its memory: pyplot keeps every figure that it made."
+    import matplotlib.pyplot as plt
+    plt.close(fig)
+
 def write_report(
     records: list[dict],  # records of finished runs, in the order of the page
     path: str | Path,     # where the page goes
     ledger: Ledger | None = None, # all the claims, to close with
 ) -> Path:
     "Write the page, whole or not at all, and return its path."
-    text = page([part_of(record) for record in records], ledger)
+    parts = [part_of(record) for record in records]
+    text = page(parts, ledger)
+    for fig in (fig for part in parts for fig, _ in part.figures):
+        close_figure(fig)
     with atomic_file(path) as file:
         file.write(text)
     return Path(path)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'check_size', 'Mixer', 'check_stream', 'causal_conv',
-           'ScanCache', 'ScanProjections', 'ScanMixer', 'Longhorn']
+           'ScanCache', 'ScanProjections', 'ScanMixer', 'StepSize', 'Longhorn']
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-003
 import inspect
@@ -94,7 +94,8 @@ class Mixer(nn.Module, ABC):
     def prefill(self, x, cache=None):
         "The next T tokens (B,T,d_model) -> outputs (B,T,d_model) and the cache after them."
         check_stream(x, 3, self.d_model)
-        return self.run(x, self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache, True)
+        cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
+        return self.run(x, cache, True)
 
     def step(self, x_t, cache):
         "The next token (B,d_model) -> output (B,d_model) and the cache after it."
@@ -150,7 +151,7 @@ class ScanProjections(Mixer):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False)
 
     def project(self, h, past=None):
-        "(B,T,d_model) -> q, k (B,T,N), x (B,T,d_inner), low (B,T,rank), z (B,T,d_inner), and the convolution's memory."
+        "(B,T,d_model) -> q, k (B,T,N), x (B,T,d_inner), low (B,T,rank), z (B,T,d_inner), and the new past."
         x, z = self.in_proj(h).chunk(2, -1)
         x, past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past)
         low, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
@@ -180,6 +181,21 @@ class ScanMixer(ScanProjections):
         return self.out_proj(y), ScanCache(past, S)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-039
+class StepSize(nn.Linear):
+    "Step-size logits (..,d_inner) of tokens (..,rank), or (..,1) for the scalar rate, and the bias to add to them."
+
+    def __init__(self, rank: int, d_inner: int, rate: str):
+        if rate not in ("vector", "scalar"):
+            raise ValueError(f"rate is {rate!r}; expected vector or scalar")
+        super().__init__(rank, d_inner if rate == "vector" else 1)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, low):
+        if self.out_features == 1:
+            return super().forward(low), None
+        return F.linear(low, self.weight), self.bias
+
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-041
 @register_mixer("longhorn_scalar", rate="scalar")
 @register_mixer("longhorn_decoupled", form="decoupled")
 @register_mixer("longhorn_exact", form="exact")
@@ -194,33 +210,23 @@ class Longhorn(ScanMixer):
         d_conv: int = 4,        # width of the convolution
         expand: int = 2,        # d_inner / d_model
         form: str = "diagonal", # "diagonal" (the paper's layer), "exact" or "decoupled"
-        rate: str = "vector",   # "vector": a step size for every channel; "scalar": one for all channels
+        rate: str = "vector",   # a step size for every channel; "scalar": one for all
     ):
         super().__init__(d_model, d_state, d_conv, expand)
         if form not in FORMS:
             raise ValueError(f"form is {form!r}; expected one of {', '.join(FORMS)}")
-        if rate not in ("vector", "scalar"):
-            raise ValueError(f"rate is {rate!r}; expected vector or scalar")
         self.form, self.rate = form, rate
-        self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
-        nn.init.zeros_(self.b_proj.bias)
-
-    def logits(self, low):
-        "Step-size logits (..,d_inner) and the bias to add to them; (..,1) and None for the scalar rate."
-        if self.rate == "scalar":
-            return self.b_proj(low), None
-        return F.linear(low, self.b_proj.weight), self.b_proj.bias
+        self.b_proj = StepSize(self.rank, self.d_inner, rate)
 
     def scan(self, q, k, x, low, z, **options):
-        b, b_bias = self.logits(low)
-        return longhorn_scan(q, k, x, b, b_bias, self.D_skip, z, form=self.form, **options)
+        return longhorn_scan(q, k, x, *self.b_proj(low), self.D_skip, z, form=self.form, **options)
 
     def scan_step(self, q_t, k_t, x_t, low_t, z_t, S):
-        b_t, b_bias = self.logits(low_t)
+        b_t, b_bias = self.b_proj(low_t)
         return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form)
 
     def rates(self, x):
-        "Keys (B,T,N), step sizes and effective rates (B,T,d_inner) for inputs (B,T,d_model): what is written how strongly."
+        "Keys (B,T,N), step sizes and effective rates (B,T,d_inner) that inputs (B,T,d_model) lead to."
         _, k, _, low, _, _ = self.project(check_stream(x, 3, self.d_model))
-        v = self.b_proj(low)
+        v = F.linear(low, self.b_proj.weight, self.b_proj.bias)
         return k, torch.sigmoid(v), effective_rate_from_logits(k, v)

@@ -91,7 +91,7 @@ def minimise_descent(
         curvature = (dS * dg).sum((-2, -1), keepdim=True)
         step = torch.where(curvature > 0, dS.square().sum((-2, -1), keepdim=True) / curvature, step)
         S, g = S_next, g_next
-    raise RuntimeError(f"descent left a gradient of {g.abs().max():.1e} after {max_steps} steps; the goal was {goal:.1e}")
+    raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent; the goal was {goal:.1e}")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-028
 def _names(
@@ -109,7 +109,8 @@ class Objective:
         loss: Callable,     # loss(S, k, x, ...) -> (...), e.g. `recall_loss`
         name: str="",       # for tables and error messages
     ):
-        self.distance, self.loss, self.name = distance, loss, name or f"{distance.__name__} + {loss.__name__}"
+        self.distance, self.loss = distance, loss
+        self.name = name or f"{distance.__name__} + {loss.__name__}"
         self.params = sorted({*_names(distance), *_names(loss)} - {"S", "S_prev", "k", "x"})
 
     def __repr__(self): return f"Objective({self.name}; params: {', '.join(self.params) or 'none'})"
@@ -119,7 +120,8 @@ class Objective:
         if set(params) != set(self.params):
             raise ValueError(f"{self.name} takes the parameters {self.params}; got {sorted(params)}")
         if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
-            raise ValueError(f"S {tuple(S.shape)}, k {tuple(k.shape)}, x {tuple(x.shape)}; expected (D,N), (N,), (D,)")
+            raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected (...,{S.shape[-1]}) "
+                             f"and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
         given = dict(S=S, S_prev=S_prev, k=k, x=x, **params)
         return sum(term(**{name: given[name] for name in _names(term)}) for term in (self.distance, self.loss))
 
@@ -128,9 +130,9 @@ class Objective:
         return gradient_of(lambda S: self(S, S_prev, k, x, **params), S)
 
     def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
-        "The minimiser (...,D,N) in float64: by a dense solve, or by `method='descend'` for losses that are not quadratic."
+        "The minimiser (...,D,N), in float64: by a dense solve, or with method='descend' by gradient descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
-        if method not in methods: raise ValueError(f"method is {method!r}; expected one of {list(methods)}")
+        if method not in methods: raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
         S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         return methods[method](lambda S: self(S, S_prev, k, x, **params), S_prev)

@@ -1,0 +1,165 @@
+"""Compile the scan kernels ahead of time, without a GPU, exactly as their launchers would launch them.
+
+    python kernels/aot.py                            # table: kernel, target, registers, spills, shared memory
+    python kernels/aot.py --target sm_90 --what portable --sass DIR
+
+The launchers run on meta tensors while every launch is recorded instead of made; each recorded launch is then compiled
+for the target (sm_80, sm_90, sm_100, gfx942).
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+           "gfx942": GPUTarget("hip", "gfx942", 64)}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
+
+
+def record(launcher):
+    "Every (kernel, arguments) that `launcher()` would launch."
+    launches, run = [], JITFunction.run
+
+    def note(self, *args, grid=None, warmup=False, **kwargs):
+        launches.append((self, args, kwargs))
+
+    JITFunction.run = note
+    try:
+        launcher()
+    finally:
+        JITFunction.run = run
+    return launches
+
+
+def source(kernel, args, kwargs):
+    "The compiler's input for one recorded launch: types, compile-time values, and which arguments divide by 16."
+    values = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
+    signature, constants, attrs = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not param.do_not_specialize):
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[param.name] = "*" + TYPES[value.dtype]
+            divides = True
+        else:
+            signature[param.name] = "i32" if -2**31 <= value < 2**31 else "i64"
+            divides = value % 16 == 0 and not param.do_not_specialize
+        if divides:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    make = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+    return make(kernel, signature, constants, attrs)
+
+
+def build(launch, target):
+    "Compile one recorded launch; returns the compiled kernel and its use of the machine."
+    kernel, args, kwargs = launch
+    options = {n: v for n, v in kwargs.items() if n in OPTIONS}
+    built = triton.compile(source(kernel, args, kwargs), target=TARGETS[target], options=options)
+    return built, usage(built, target)
+
+
+def usage(built, target):
+    "Registers, spilled bytes (NVIDIA) or registers (AMD), and shared memory in bytes."
+    if target.startswith("gfx"):
+        text = built.asm["amdgcn"]
+        number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
+        return dict(registers=number("vgpr_count"), spill=number("vgpr_spill_count"), shared=built.metadata.shared)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(built.asm["cubin"])
+        text = tool("-res-usage", path)
+    registers, stack = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK"))
+    return dict(registers=registers, spill=stack, shared=built.metadata.shared)
+
+
+def tool(*args):
+    "Run Triton's own cuobjdump."
+    binary = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([str(binary), *map(str, args)], capture_output=True, text=True, check=True).stdout
+
+
+def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, form="diagonal", z=True, state=True, packed=False):
+    "Arguments of a scan on the meta device."
+    new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
+    A = dict(s6=new(D, N, like=torch.float32), s6_timed=new(B, T, N)).get(form)
+    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), bias=new(D, like=torch.float32),
+                skip=new(D, like=torch.float32), z=new(B, T, D) if z else None, A=A,
+                initial_state=new(B, D, N, like=torch.float32) if state else None,
+                cu_seqlens=new(B + 1, like=torch.int32) if packed else None)
+
+
+def portable_launches(form, **shape):
+    "What the portable forward and backward launch."
+    from longhorn_kit.scan.triton_portable import portable_backward, portable_forward, portable_plan
+
+    a = inputs(form=form, **shape)
+    (B, T, D), N = a["x"].shape, a["k"].shape[-1]
+    plan = portable_plan(form, B, T, D, N)
+
+    def launch():
+        out, final, ckpt = portable_forward(plan, **a)
+        rest = {n: v for n, v in a.items() if n != "initial_state"}
+        portable_backward(plan, out, final if a["initial_state"] is not None else None, ckpt, **rest)
+
+    return record(launch)
+
+
+def cases(what):
+    "(name, launches) of everything to compile."
+    if what in ("portable", "all"):
+        for form in ("diagonal", "exact", "decoupled", "s6", "s6_timed"):
+            yield f"{form} N=16", portable_launches(form)
+        for form in ("diagonal", "exact"):
+            yield f"{form} N=64", portable_launches(form, N=64)
+            yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", nargs="+", default=["sm_90"], choices=list(TARGETS))
+    parser.add_argument("--what", default="all", choices=["all", "portable", "fast"])
+    parser.add_argument("--only", default="", help="a part of the case's name")
+    parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of the table")
+    args = parser.parse_args()
+    for name, launches in cases(args.what):
+        if args.only not in name:
+            continue
+        for launch in launches:
+            for target in args.target:
+                if args.what == "all" and launch[0].is_gluon() and target == "gfx942":
+                    continue
+                built, used = build(launch, target)
+                row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used)
+                print(json.dumps(row) if args.json else
+                      f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {used['registers']:>3}  "
+                      f"spilled {used['spill']:>4} B  shared {used['shared']:>6} B", flush=True)
+                if args.sass and not target.startswith("gfx"):
+                    args.sass.mkdir(parents=True, exist_ok=True)
+                    stem = f"{name.replace(' ', '_')}-{row['kernel']}-{row['mode']}-{target}"
+                    cubin = args.sass / f"{stem}.cubin"
+                    cubin.write_bytes(built.asm["cubin"])
+                    (args.sass / f"{stem}.sass").write_text(tool("--dump-sass", cubin))
+                    (args.sass / f"{stem}.ttgir").write_text(built.asm.get("ttgir", ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

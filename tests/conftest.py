@@ -1,0 +1,18 @@
+"""Where there is no GPU, Triton's interpreter runs the kernels: the variable must be set before triton is imported."""
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config, items):
+    "Skip what this machine cannot run (`cuda`), and what takes more than a minute unless it is asked for (`-m slow`)."
+    wants_slow = "slow" in config.getoption("-m") or os.environ.get("LONGHORN_SLOW")
+    for item in items:
+        if "cuda" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if "slow" in item.keywords and not wants_slow:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))

@@ -1,0 +1,295 @@
+"""The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fakes
+import pytest
+
+from longhorn_kit import __version__, cli
+from longhorn_kit.lab import claims
+
+LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    "An empty working folder, with two quick claims in place of the paper's."
+    rows = [fakes.claim(), fakes.claim("second"), fakes.claim("idle", module=None, check=None, minutes={})]
+    monkeypatch.setattr(claims, "CLAIMS", rows)
+    monkeypatch.setattr(claims, "results_folder", lambda: None)
+    monkeypatch.setattr("longhorn_kit.lab.report.CLAIMS", rows)
+    monkeypatch.setattr(fakes.module, "calls", [])
+    monkeypatch.setattr(fakes.module, "error", None)
+    monkeypatch.delenv("LONGHORN_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fails(capsys, argv, code=1):
+    "Run a command that has to fail; returns its one line."
+    assert cli.main(argv) == code
+    err = capsys.readouterr().err
+    assert err.startswith("longhorn: error: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    return err.removeprefix("longhorn: error: ").strip()
+
+
+# What the command line itself can get wrong: exit code 2
+
+@pytest.mark.parametrize("argv, says", [
+    ([], "reproduce, claims, train-lm, generate"),
+    (["reproduc"], "did you mean 'reproduce'?"),
+    (["zzz"], "there are: reproduce, claims, train-lm, generate"),
+    (["--oops"], "--oops"),
+    (["claims", "--oops"], "--oops"),
+    (["reproduce", "--sclae", "laptop"], "did you mean --scale?"),
+    (["reproduce", "--scale", "huge"], "'laptop', 'gpu', 'paper'"),
+    (["reproduce", "--fresh", "maybe", "--scale", "huge"], "huge"),
+    (["reproduce", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
+    (["reproduce", "fake", "nothing-like-it"], "unknown claim 'nothing-like-it'"),
+    (["generate"], "CHECKPOINT"),
+    (["generate", "x", "--tokens", "many"], "'many'"),
+    (["generate", "x", "--tokens"], "--tokens"),
+    (["generate", "x", "--temperature", "hot"], "'hot'"),
+    (["train-lm"], "--preset"),
+    (["train-lm", "--preset", "tiny", "--out", "o", "--step", "3"], "did you mean --steps?"),
+    (["train-lm", "--preset", "tiny", "--out", "o", "--steps", "3.5"], "3.5"),
+])
+def test_mistake_in_the_command_line(here, capsys, argv, says):
+    assert says in fails(capsys, argv, 2)
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS)])
+def test_help_goes_to_stdout_and_succeeds(argv, capsys):
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "usage: longhorn" in out and err == ""
+
+
+def test_every_flag_is_explained(capsys):
+    import dataclasses
+    for name, command in cli.COMMANDS.items():
+        cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        for field in dataclasses.fields(command):
+            words = field.name.replace("_", "-")
+            assert f"--{words}" in text or words.upper() in text
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"longhorn {__version__}\n"
+
+
+# reproduce
+
+def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
+    assert cli.main(["reproduce"]) == 0
+    out = capsys.readouterr().out
+    assert len(fakes.module.calls) == 2 and "2 claims at scale laptop" in out
+    assert out.count("holds: score 2") == 2 and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
+    assert (here / "runs" / "report.html").read_text().count("<section") == 3
+    assert cli.main(["reproduce"]) == 0
+    assert len(fakes.module.calls) == 2 and capsys.readouterr().out.count("already finished") == 2
+
+
+def test_reproduce_runs_only_what_is_missing(here, capsys):
+    cli.main(["reproduce", "second"])
+    cli.main(["reproduce"])
+    assert [Path(folder).parts[-2] for _, folder in fakes.module.calls] == ["second", "fake"]
+
+
+def test_fresh_touches_its_own_claim_only_and_keeps_the_earlier_run(here, capsys):
+    cli.main(["reproduce"])
+    second = here / "runs" / "second" / "laptop" / "record.json"
+    (here / "runs" / "fake" / "laptop" / "note").write_text("mine")
+    before, at = second.read_bytes(), second.stat().st_mtime_ns
+    assert cli.main(["reproduce", "fake", "--fresh"]) == 0
+    assert len(fakes.module.calls) == 3
+    assert (second.read_bytes(), second.stat().st_mtime_ns) == (before, at)
+    assert (here / "runs" / "fake" / "laptop.previous" / "note").read_text() == "mine"
+    assert not (here / "runs" / "fake" / "laptop" / "note").exists()
+    assert cli.main(["reproduce", "fake", "--fresh"]) == 0
+    assert not (here / "runs" / "fake" / "laptop.previous" / "note").exists()
+
+
+def test_damaged_record_is_run_again(here, capsys):
+    cli.main(["reproduce", "fake"])
+    (here / "runs" / "fake" / "laptop" / "record.json").write_text("{")
+    assert cli.main(["claims"]) == 0 and "unreadable" in capsys.readouterr().out
+    assert cli.main(["reproduce", "fake"]) == 0
+    assert len(fakes.module.calls) == 2
+
+
+def test_claim_without_a_run_names_those_that_have_one(here, capsys):
+    assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; at this scale there are: fake, second"
+    assert "at laptop there are: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
+    assert fakes.module.calls == []
+
+
+@pytest.mark.parametrize("error, says", [
+    (ValueError("k has shape (2,);\n expected (3,)"), "k has shape (2,); expected (3,)"),
+    (OSError(errno.ENOSPC, "No space left on device", "runs/fake/model"), "no space left on device: runs/fake/model"),
+    (RuntimeError("the loss is nan at step 3"), "the loss is nan at step 3"),
+    (KeyError("width"), "LONGHORN_DEBUG=1"),
+    (MemoryError(), "MemoryError"),
+])
+def test_failure_of_a_run_is_one_line(here, capsys, error, says):
+    fakes.module.error = error
+    assert says in fails(capsys, ["reproduce", "second"])
+    assert not (here / "runs" / "report.html").exists()
+
+
+def test_failure_keeps_what_is_finished(here, capsys):
+    cli.main(["reproduce", "fake"])
+    fakes.module.error = RuntimeError("stop")
+    fails(capsys, ["reproduce"])
+    assert json.loads((here / "runs" / "fake" / "laptop" / "record.json").read_text())["claim"] == "fake"
+
+
+def test_interrupt_says_how_to_go_on(here, capsys):
+    fakes.module.error = KeyboardInterrupt()
+    assert "the same command goes on" in fails(capsys, ["reproduce"], 130)
+
+
+def test_debug_shows_the_traceback(here, monkeypatch):
+    monkeypatch.setenv("LONGHORN_DEBUG", "1")
+    fakes.module.error = ValueError("inside")
+    with pytest.raises(ValueError, match="inside"):
+        cli.main(["reproduce"])
+
+
+@pytest.mark.parametrize("out", ["file", "file/deeper", "/proc/runs", "", "x" * 300])
+def test_folder_that_cannot_be_written_fails_before_anything_runs(here, capsys, out):
+    (here / "file").write_text("mine")
+    if out == "":
+        assert cli.main(["reproduce", "--out", ""]) == 0 # the current folder
+        return
+    assert "cannot write to" in fails(capsys, ["reproduce", "--out", out])
+    assert fakes.module.calls == [] and (here / "file").read_text() == "mine"
+
+
+def test_report_that_cannot_be_written_keeps_the_runs(here, capsys):
+    (here / "runs" / "report.html").mkdir(parents=True)
+    assert "report.html" in fails(capsys, ["reproduce"])
+    assert len(fakes.module.calls) == 2 and (here / "runs" / "fake" / "laptop" / "record.json").exists()
+
+
+def test_claims_prints_what_was_found(here, capsys):
+    cli.main(["reproduce", "fake"])
+    capsys.readouterr()
+    assert cli.main(["claims"]) == 0
+    out = capsys.readouterr().out
+    assert "laptop: score 2" in out and "not run" in out and "longhorn reproduce CLAIM" in out
+
+
+def test_claims_of_a_folder_that_is_not_there(here, capsys):
+    assert cli.main(["claims", "--out", "elsewhere"]) == 0
+    assert "not run" in capsys.readouterr().out
+
+
+# generate
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    import torch
+
+    from longhorn_kit.models import LMConfig, SequenceLM
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    SequenceLM(LMConfig(vocab_size=256, d_model=8, n_layer=1)).save_pretrained(folder)
+    return folder
+
+
+def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert cli.main(["generate", str(model), "--prompt", "état", "--tokens", "20", "--top-k", "50", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("état")
+    assert cli.main(["generate", str(model), "--tokens", "0", "--prompt", "a"]) == 0
+    assert capsys.readouterr().out == "a\n"
+
+
+def test_generate_agrees_with_the_model(model, capsys):
+    import torch
+
+    from longhorn_kit.models import SequenceLM
+    cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])
+    tokens = SequenceLM.from_pretrained(model).eval().generate(torch.tensor([list(b"abc")]), 12, temperature=0)
+    assert capsys.readouterr().out == bytes(tokens[0].tolist()).decode("utf-8", "replace").replace("\0", "\n") + "\n" or b"\0" in bytes(tokens[0].tolist())
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--top-k", "0"], "top_k"),
+    (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"), (["--tokens", "-3"], "n_new"), (["--tokenizer", "words"], "words"),
+])
+def test_generate_refuses_impossible_settings(model, capsys, flags, says):
+    assert says in fails(capsys, ["generate", str(model), *flags])
+
+
+def test_generate_refuses_an_empty_prompt(model, capsys):
+    assert "prompt" in fails(capsys, ["generate", str(model), "--prompt", ""], 2)
+
+
+def test_unreadable_checkpoints(model, tmp_path, capsys):
+    weights, config = (model / "model.safetensors").read_bytes(), (model / "config.json").read_text()
+    assert "nowhere does not exist" in fails(capsys, ["generate", str(tmp_path / "nowhere")])
+    assert "holds no model" in fails(capsys, ["generate", str(tmp_path)])
+    (tmp_path / "config.json").write_text(config)
+    for damaged in (b"", weights[: len(weights) // 2], b"not safetensors"):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        assert "model.safetensors" in fails(capsys, ["generate", str(tmp_path)])
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    for damaged in ("", "{", "[]", config.replace('"longhorn"', '"longhorm"'), config.replace('"d_model": 8', '"d_model": 9')):
+        (tmp_path / "config.json").write_text(damaged)
+        fails(capsys, ["generate", str(tmp_path)])
+    assert "holds no model" in fails(capsys, ["generate", str(tmp_path / "config.json")])
+
+
+@pytest.mark.parametrize("text", ["plain", "état → β 😀", ""])
+def test_streamed_text_never_holds_half_a_character(text):
+    from longhorn_kit.lab.data import get_tokenizer
+    pieces = []
+    cli.stream_text(text.encode(), get_tokenizer("bytes"), pieces.append)
+    assert "".join(pieces) == text and all("\ufffd" not in piece for piece in pieces)
+
+
+def test_streamed_text_passes_over_bytes_that_are_no_text():
+    from longhorn_kit.lab.data import get_tokenizer
+    pieces = []
+    cli.stream_text(b"a\xff\xfeb\xe2\x86", get_tokenizer("bytes"), pieces.append)
+    assert "".join(pieces).replace("\ufffd", "") == "ab"
+
+
+# Through the real command
+
+def command(*words, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LONGHORN_DEBUG": "0", **options.pop("env", {})}
+    return subprocess.Popen([*LONGHORN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def test_help_is_quick_and_starts_no_torch():
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "longhorn_kit.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: longhorn" in done.stdout
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "tyro" in imported and not imported & {"torch", "matplotlib", "numpy", "datasets"}
+    assert time.monotonic() - start < 10 # generous: measured 0.2 s alone
+
+
+def test_closed_pipe_is_silent():
+    child = command("claims")
+    child.stdout.close()
+    assert child.stderr.read() == "" and child.wait(60) in (0, 1)
+
+
+def test_unknown_claim_from_outside():
+    out, err = (child := command("reproduce", "recal")).communicate(timeout=60)
+    assert child.returncode == 2 and out == "" and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"

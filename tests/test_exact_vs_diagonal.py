@@ -1,0 +1,109 @@
+"""Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from longhorn_kit.theory.closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
+from longhorn_kit.theory.exact_vs_diagonal import (
+    LEARNERS, best_scale, correlated_keys, linear_attention_step, random_keys, recall_error, recall_matrix,
+    run_stream, transition_eigenvalues, transition_matrix)
+
+IMPLICIT_STEPS = [exact_step, diagonal_step, decoupled_step]
+seeds = st.integers(0, 10_000)
+
+
+def draw(seed, *size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("step", IMPLICIT_STEPS)
+@given(seed=seeds, log_length=st.floats(-6, 4), beta=st.floats(0, 1), state_size=st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_eigenvalues_of_implicit_steps_lie_between_zero_and_one(step, seed, log_length, beta, state_size):
+    values = transition_eigenvalues(step, 10**log_length * draw(seed, state_size), beta)
+    assert values.shape == (state_size,)
+    assert values.min() > -1e-12 and values.max() < 1 + 1e-12
+
+
+def test_transition_of_a_batch_of_keys_is_the_transition_of_each():
+    keys = draw(0, 2, 3, 5)
+    for step in (*IMPLICIT_STEPS, explicit_step):
+        assert torch.equal(transition_matrix(step, keys)[1, 2], transition_matrix(step, keys[1, 2]))
+
+
+def test_exact_equals_one_ridge_solve_from_an_empty_state_after_one_write():
+    k, x = draw(1, 6), draw(2, 4)
+    S = run_stream(exact_step, k[None], x[None], 0.7)[-1]
+    ridge = torch.linalg.solve(torch.eye(6, dtype=k.dtype) + 0.7 * torch.outer(k, k), 0.7 * torch.outer(k, x)).T
+    assert torch.allclose(S, ridge)
+
+
+@given(seed=seeds, zeros=st.integers(0, 6), beta=st.floats(0.3, 1))
+@settings(max_examples=20, deadline=None)
+def test_repeated_pair_goes_to_x_or_to_the_number_of_nonzero_coordinates_times_x(seed, zeros, beta):
+    source = torch.Generator().manual_seed(seed)
+    k = (0.7 + torch.rand(7, generator=source, dtype=torch.float64)) * torch.randn(7, generator=source).sign()
+    k[:zeros] = 0
+    x = draw(seed + 1, 3)
+    stream = k.expand(800, 7), x.expand(800, 3)
+    assert torch.allclose(run_stream(exact_step, *stream, beta)[-1] @ k, x, atol=1e-6)
+    for step in (diagonal_step, decoupled_step):
+        assert torch.allclose(run_stream(step, *stream, beta)[-1] @ k, (7 - zeros) * x, atol=1e-4)
+
+
+@given(seed=seeds)
+@settings(max_examples=20, deadline=None)
+def test_exact_does_not_depend_on_the_basis_of_the_keys_and_diagonal_does(seed):
+    rotation = torch.linalg.qr(draw(seed, 6, 6))[0]
+    keys = draw(seed + 1, 4, 6)
+    assert torch.allclose(recall_matrix(exact_step, keys), recall_matrix(exact_step, keys @ rotation.T))
+    assert not torch.allclose(recall_matrix(diagonal_step, keys), recall_matrix(diagonal_step, keys @ rotation.T))
+
+
+def test_exact_solves_the_linear_system_when_pairs_repeat():
+    keys, values = draw(3, 5, 8), draw(4, 5, 3)
+    S = run_stream(exact_step, keys.repeat(400, 1), values.repeat(400, 1))[-1]
+    assert torch.allclose(S, torch.linalg.lstsq(keys, values).solution.T, atol=1e-5)
+
+
+def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channel():
+    keys, values, beta, start = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(2, 7, 3).double(), draw(7, 3, 4)
+    states = run_stream(exact_step, keys, values, beta, start)
+    assert states.shape == (2, 8, 3, 4) and torch.equal(states[1, 0], start)
+    A = torch.eye(4, dtype=keys.dtype) + beta[1, 0, 2] * torch.outer(keys[1, 0], keys[1, 0])
+    row = torch.linalg.solve(A, start[2] + beta[1, 0, 2] * values[1, 0, 2] * keys[1, 0])
+    assert torch.allclose(states[1, 1, 2], row)
+
+
+def test_an_empty_stream_returns_the_initial_state():
+    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
+
+
+def test_recall_of_linear_attention_is_the_gram_matrix():
+    keys = draw(8, 3, 5, 6)
+    assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), 2 * keys @ keys.mT)
+
+
+def test_recall_error_of_perfect_and_of_empty_memory():
+    assert recall_error(torch.eye(5)) == 0 and recall_error(torch.zeros(5, 5)) == 1
+
+
+def test_no_scale_is_better_than_the_best_scale():
+    M = recall_matrix(diagonal_step, random_keys(20, 6, 8, torch.Generator().manual_seed(0)))
+    best = recall_error(M, best_scale(M)).mean()
+    assert all(recall_error(M, best_scale(M) * factor).mean() > best for factor in (0.9, 0.999, 1.001, 1.1))
+
+
+@given(cosine=st.floats(-1, 1), state_size=st.integers(2, 20))
+@settings(max_examples=20, deadline=None)
+def test_correlated_keys_have_the_cosine_and_the_length(cosine, state_size):
+    a, b = correlated_keys(cosine, 10, state_size, torch.Generator().manual_seed(0)).unbind(1)
+    assert torch.allclose((a * b).sum(-1) / state_size, torch.tensor(cosine, dtype=a.dtype), atol=1e-5)
+    assert torch.allclose(b.square().sum(-1), torch.tensor(float(state_size)), rtol=1e-4)
+
+
+def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():
+    keys = draw(9, 4, 6)
+    for name, learner in LEARNERS.items():
+        same = torch.allclose(learner.prepare(keys), learner.prepare(5 * keys))
+        assert same == (name in ("deltanet", "linear_attention"))

@@ -1,0 +1,229 @@
+"""The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all of it on a GPU."""
+import pytest
+import torch
+
+from scan_cases import DEVICE, assert_close, call, errors, gradients, inputs, kernels, leaves, one_sequence
+from longhorn_kit.scan import triton_op, triton_portable
+from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
+
+FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
+ON_CPU = DEVICE == "cpu"
+
+
+@pytest.fixture(autouse=True)
+def portable_only(monkeypatch):
+    "These tests are about the portable kernels, also where faster ones would be chosen."
+    monkeypatch.setattr(triton_op, "FAST", False, raising=False)
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    monkeypatch.setattr(triton_portable, "SEGMENT", 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_with_odd_sizes_states_and_gate(form):
+    assert_close(errors(1, 9, 3, 3, form))
+
+
+@pytest.mark.parametrize("form", ("diagonal", "s6"))
+def test_segments_of_time_change_nothing(form, segments):
+    assert_close(errors(2, 19, 3, 2, form))
+
+
+def test_packed_sequences_with_empty_ones(segments):
+    assert_close(errors(1, 21, 2, 2, "diagonal", bounds=[0, 0, 3, 20, 21]))
+
+
+def test_packed_is_bit_identical_to_alone(segments):
+    bounds, form = [0, 11, 20], "diagonal"
+    a, dout, dfinal = inputs(1, 20, 2, 3, form, sequences=2)
+    out, final, grads = kernels(a, dout, dfinal, form, bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
+        for name in ("q", "k", "x", "b", "z"):
+            assert torch.equal(g[name], grads[name][:, lo:hi]), name
+
+
+def test_scalar_rate_strided_inputs_and_many_states():
+    a, dout, dfinal = inputs(2, 5, 33, 20, "exact", scalar=True, z=False)
+    wide = {n: t for n, t in a.items()}
+    for name in ("q", "k", "x"):
+        wide[name] = torch.stack([a[name], a[name]], -1)[..., 0]
+    wide["b"] = a["b"].transpose(0, 1).contiguous().transpose(0, 1)
+    first, second = (kernels(v, dout, dfinal, "exact") for v in (a, wide))
+    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert_close(errors(1, 5, 33, 20, "exact", scalar=True, z=False))
+
+
+def test_bfloat16_inputs():
+    assert_close(errors(1, 6, 3, 4, "diagonal", dtype=torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("T", (0, 1))
+def test_empty_and_single_step_sequences(T):
+    assert_close(errors(1, T, 2, 2, "diagonal"))
+
+
+def test_optional_arguments_left_out():
+    assert_close(errors(1, 3, 2, 2, "exact", z=False, state=False, bias=False, skip=False))
+
+
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_extremes_stay_finite(form):
+    a, dout, dfinal = inputs(1, 6, 2, 2, form)
+    a["k"][0, :3] *= torch.tensor([[0.0], [1e3], [1e-3]], device=DEVICE)
+    a["b"][0, 0], a["b"][0, 1], a["b"][0, 2] = 80.0, -80.0, 500.0
+    a["z"][0, 0], a["z"][0, 1] = 100.0, -100.0
+    out, final, grads = kernels(a, dout, dfinal, form)
+    assert all(torch.isfinite(t).all() for t in (out, final, *grads.values()))
+
+
+def test_operation_is_well_formed():
+    a, *_ = inputs(1, 3, 2, 2, "diagonal")
+    r = leaves(a)
+    args = (r["q"], r["k"], r["x"], r["b"], r["b_bias"], r["D_skip"], r["z"], None, r["initial_state"], None, "diagonal", 0, True)
+    torch.library.opcheck(triton_op._scan, args)
+
+
+def test_compiles_without_graph_breaks():
+    a = leaves(inputs(1, 3, 2, 2, "exact")[0])
+    args = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")]
+    scan = lambda *t: triton_scan(*t, form="exact", initial_state=a["initial_state"])[0].sin().sum()
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), torch.autograd.grad(scan(*args), args))
+
+
+def test_second_derivative_is_refused_in_words():
+    a = leaves(inputs(1, 2, 2, 2, "diagonal")[0])
+    out, _ = call(a, "diagonal")
+    grad, = torch.autograd.grad(out.sum(), a["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_wrong_arguments_are_named():
+    a, *_ = inputs(1, 3, 2, 2, "diagonal", state=False)
+    q, k, x, b = (a[n] for n in "qkxb")
+    with pytest.raises(ValueError, match=r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"):
+        triton_scan(q, k, x, x.new_zeros(1, 3, 5))
+    with pytest.raises(ValueError, match="form is 'full'"):
+        triton_scan(q, k, x, b, form="full")
+    with pytest.raises(ValueError, match="x is torch.float64"):
+        triton_scan(q, k, x.double(), b)
+    with pytest.raises(ValueError, match="k has 129 state coordinates"):
+        triton_scan(x.new_zeros(1, 3, 129), x.new_zeros(1, 3, 129), x, b)
+    with pytest.raises(ValueError, match="A has shape"):
+        triton_selective_scan(q, k, x, b, x.new_zeros(3, 3))
+    with pytest.raises(ValueError, match="cu_seqlens needs B = 1"):
+        triton_scan(q, k, x, b, cu_seqlens=torch.zeros(2, device=DEVICE))
+    with pytest.raises(ValueError, match="checkpoint_every is 5"):
+        triton_scan(q, k, x, b, checkpoint_every=5)
+
+
+# ---- the whole, on a GPU
+SHAPES = [(2, 67, 40, 16), (1, 300, 129, 16), (3, 33, 31, 5), (2, 50, 96, 64), (1, 40, 64, 128), (2, 41, 70, 32), (1, 17, 1, 1)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_parity(form, shape, dtype):
+    assert_close(errors(*shape, form, dtype=dtype), dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("every", (4, 8, 16, 32, 64))
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_checkpoint_spacing(form, every):
+    assert_close(errors(2, 150, 65, 16, form, options=dict(checkpoint_every=every), scalar=True, z=False))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_packed(form, dtype):
+    bounds = [0, 1, 1, 300, 333, 1200]
+    assert_close(errors(1, 1200, 72, 16, form, bounds=bounds, dtype=dtype), dtype)
+    a, dout, dfinal = inputs(1, 1200, 72, 16, form, dtype=dtype, sequences=5)
+    out, final, grads = kernels(a, dout, dfinal, form, bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
+        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_gradients_repeat_bit_for_bit(form):
+    a, dout, dfinal = inputs(2, 600, 200, 16, form, dtype=torch.bfloat16)
+    first, second = (kernels(a, dout, dfinal, form) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
+    "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
+    empty = torch.empty
+    def poisoned(*size, **options):
+        t = empty(*size, **options)
+        return t.fill_(float("nan")) if t.is_floating_point() else t
+    monkeypatch.setattr(torch, "empty", poisoned)
+    a, dout, dfinal = inputs(2, 43, 37, 13, form)
+    inside = {}
+    for n, t in a.items():
+        if t is not None and n != "A":
+            big = poisoned(*(s + 7 for s in t.shape), device=DEVICE)
+            window = big[tuple(slice(3, 3 + s) for s in t.shape)]
+            inside[n] = window.copy_(t)
+    got = kernels({**a, **inside}, dout, dfinal, form)
+    monkeypatch.undo()
+    want = kernels(a, dout, dfinal, form)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+
+
+@pytest.mark.cuda
+def test_gpu_offsets_beyond_two_to_the_31():
+    B, T, D, N = 1, 1_100_000, 2048, 4
+    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
+    q, k, b = new(B, T, N), new(B, T, N) / 2, new(B, T, 1)
+    x = new(B, 1, D).expand(B, T, D).contiguous()
+    with torch.no_grad():
+        out, final = triton_scan(q, k, x, b)
+        tail = 512                       # the gates forget: a scan of the last steps agrees with the whole
+        short, last = triton_scan(q[:, -tail:], k[:, -tail:], x[:, -tail:], b[:, -tail:])
+    assert_close(dict(out=((out[:, -64:].double() - short[:, -64:].double()).norm() / short[:, -64:].double().norm()).item(),
+                      final=((final - last).norm() / last.norm()).item()), torch.bfloat16)
+
+
+@pytest.mark.cuda
+def test_gpu_cuda_graph_and_inductor():
+    a, dout, dfinal = inputs(2, 300, 64, 16, "diagonal", dtype=torch.bfloat16)
+    want = kernels(a, dout, dfinal, "diagonal")
+    r = leaves(a)
+    compiled = torch.compile(lambda r: call(r, "diagonal")[0], fullgraph=True)
+    got = gradients((compiled(r),), (dout,), {n: t for n, t in r.items() if n in ("q", "k", "x")})
+    plain = gradients((call(r, "diagonal")[0],), (dout,), {n: t for n, t in r.items() if n in ("q", "k", "x")})
+    assert all(torch.equal(got[n], plain[n]) for n in got)
+    with torch.no_grad():
+        call(a, "diagonal")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, final = call(a, "diagonal")
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(out, want[0]) and torch.equal(final, want[1])
+
+
+def test_activation_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+    a = leaves(inputs(1, 3, 2, 2, "diagonal")[0])
+    run = lambda x: call({**a, "x": x}, "diagonal")[0].sum()
+    plain, = torch.autograd.grad(run(a["x"]), a["x"])
+    again, = torch.autograd.grad(checkpoint(run, a["x"], use_reentrant=False), a["x"])
+    assert torch.equal(plain, again)

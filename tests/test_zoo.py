@@ -1,0 +1,144 @@
+"""The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
+import re
+
+import pytest
+import torch
+
+from longhorn_kit.theory.objective import Objective
+from longhorn_kit.theory.zoo import (
+    FAMILIES, GATED, SEPARATE, ZOO, discounted_weight, draw_gates, fading, gated_deltanet_step, gated_step,
+    gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, ttt_linear_step,
+    verify, zoo_markdown)
+
+D, N = 5, 7
+eye = torch.eye(N, dtype=torch.float64)
+
+
+def draw(seed, *size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rate(seed, *size):
+    return torch.rand(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+S, k, x = draw(0, D, N), draw(1, N), draw(2, D)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 2), (2, 9)])
+def test_every_row_equals_its_oracle_at_odd_shapes(name, shape):
+    assert verify(ZOO[name], trials=3, seed=11, shape=shape) < 1e-11
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_wrong_update_is_noticed(name):
+    from dataclasses import replace
+    layer = ZOO[name]
+    broken = replace(layer, step=lambda S, k, x, **gates: layer.step(S, k, x, **gates) + 1e-6 * S)
+    assert verify(broken) > 1e-8
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_batch_of_states_gives_the_same_as_one_at_a_time(name):
+    layer = ZOO[name]
+    pairs = (layer.batch,) if layer.batch > 1 else ()
+    keys, values = layer.keys(draw(3, 4, *pairs, N)), draw(4, 4, *pairs, D)
+    states = draw(5, 4, D, keys.shape[-1])
+    gates = {name: gate.double() for name, gate in draw_gates(layer, D, N, torch.Generator().manual_seed(6)).items()}
+    together = layer.step(states, keys, values, **gates)
+    for i in range(4):
+        assert torch.allclose(together[i], layer.step(states[i], keys[i], values[i], **gates), atol=1e-12)
+
+
+def test_gates_keep_every_fading_row_stable():
+    for layer in ZOO.values():
+        if layer.family == "fades":
+            gates = {name: gate.double() for name, gate in draw_gates(layer, D, N).items()}
+            key = layer.keys(k)
+            kept = layer.step(torch.ones(D, len(key), dtype=k.dtype), key, 0 * x, **gates)
+            assert (kept > 0).all() and (kept <= 1).all(), layer.name
+
+
+# The published recurrences, written as matrix products.
+
+def test_gla_and_hgrn2_and_retnet_as_matrices():
+    alpha = rate(7, N)
+    assert torch.allclose(gla_step(S, k, x, alpha), S @ torch.diag(alpha) + torch.outer(x, k))
+    key = rate(8, N)
+    assert torch.allclose(hgrn2_step(S, key, x), S @ (eye - torch.diag(key)) + torch.outer(x, key))
+
+
+def test_mamba_is_the_discretised_state_equation():
+    dt, A = rate(9, D), -rate(10, D, N)
+    for d in range(D):
+        expected = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d])) @ S[d] + dt[d] * k * x[d]
+        assert torch.allclose(mamba_step(S, k, x, dt, A)[d], expected)
+    shared = -rate(11, N)
+    assert torch.allclose(mamba_input_a_step(S, k, x, dt, -shared), mamba_step(S, k, x, dt, shared.expand(D, N)))
+    number = torch.tensor([0.3], dtype=torch.float64)
+    assert torch.allclose(mamba2_step(S, k, x, number, -2.0),
+                          mamba_step(S, k, x, number.expand(D), torch.full((D, N), -2.0, dtype=torch.float64)))
+
+
+def test_mamba2_takes_plain_numbers():
+    assert torch.allclose(mamba2_step(S, k, x, 0.3, -2.0), mamba2_step(S, k, x, torch.tensor(0.3).double(), -2.0))
+
+
+def test_delta_rules_as_matrices():
+    key, beta = k / k.norm(), torch.tensor([0.4], dtype=torch.float64)
+    expected = 0.9 * S @ (eye - 0.4 * torch.outer(key, key)) + 0.4 * torch.outer(x, key)
+    assert torch.allclose(gated_deltanet_step(S, key, x, 0.9, beta), expected)
+    w, kappa, r = rate(12, N), draw(13, N), rate(14, N)
+    expected = S @ (torch.diag(w) - torch.outer(kappa, r * kappa)) + torch.outer(x, k)
+    assert torch.allclose(rwkv7_step(S, k, x, w, kappa, r), expected)
+
+
+def test_ttt_batch_of_orthogonal_keys_equals_one_pair_at_a_time():
+    keys, values = torch.linalg.qr(draw(15, N, N))[0][:4], draw(16, 4, D)
+    one_by_one = S
+    for key, value in zip(keys, values):
+        one_by_one = one_by_one - 0.3 * torch.outer(one_by_one @ key - value, key)
+    assert torch.allclose(ttt_linear_step(S, keys, values, 0.3), one_by_one)
+
+
+def test_rglru_keeps_unit_variance():
+    state = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0))
+    new = rglru_step(state, torch.ones(1), torch.randn(200_000, generator=torch.Generator().manual_seed(1)), torch.tensor(0.8))
+    assert abs(new.var().item() - 1) < 0.02
+
+
+def test_discounted_weight_with_one_coordinate_is_beta():
+    beta = rate(17, D)
+    assert torch.allclose(discounted_weight(draw(18, 1), beta), beta[:, None])
+
+
+def test_an_objective_can_mix_the_parts():
+    mixed = Objective(fading, SEPARATE.loss, "fading with separate recall")
+    a, beta = rate(19, N), rate(20, D)[:, None]
+    expected = (a * S + beta * x[:, None] * k) / (1 + beta * k**2)
+    assert torch.allclose(mixed.minimise(S, k, x, a=a, beta=beta), expected)
+
+
+def test_the_lemma_at_gate_zero_forgets_everything():
+    assert torch.allclose(GATED.minimise(S, k, x, a=0.0, c=1.0), torch.outer(x, k))
+    assert torch.allclose(gated_step(S, k, x, 0.0), torch.outer(x, k))
+
+
+def test_the_table_is_complete():
+    needed = ["Linear attention", "RetNet", "GLA", "RWKV-5", "RWKV-6", "HGRN2", "Mamba (S6)", "Mamba, input-dependent A",
+              "Mamba-2 (SSD)", "mLSTM (xLSTM)", "Griffin (RG-LRU)", "DeltaNet", "Gated DeltaNet", "RWKV-7", "TTT-Linear",
+              "Longhorn, exact", "Longhorn, diagonal", "Longhorn, decoupled"]
+    assert list(ZOO) == needed
+    for name, layer in ZOO.items():
+        assert layer.name == name and layer.family in FAMILIES
+        assert layer.arxiv or layer.source == "this book"
+        assert all(re.fullmatch(r"\d{4}\.\d{5}", number) for number in layer.arxiv)
+    assert zoo_markdown().count("\n") == len(ZOO) + 1
+
+
+def test_the_formulas_are_valid_for_matplotlib():
+    from matplotlib.mathtext import MathTextParser
+    for layer in ZOO.values():
+        for formula in (layer.objective, layer.update):
+            MathTextParser("path").parse(f"${formula}$")
