@@ -13,7 +13,8 @@ from pathlib import Path
 from sphinx.cmd.build import main as sphinx
 
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS, SOURCE, SITE = HERE.parent / "nbs", HERE / "_build", HERE / "_site"
+NOTEBOOKS, SITE = HERE.parent / "nbs", HERE / "_site"
+WORK = HERE / "_build"  # pages as Sphinx reads them, and what it leaves beside its result
 PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab"}
 DIRECTIVE = re.compile(r"^#\|\s*(\w+).*\n?", re.MULTILINE)
 
@@ -42,20 +43,28 @@ def contents() -> str:
     return "\n\n".join(lists)
 
 
-def build() -> int:
-    "Write the pages and run Sphinx; returns its exit status."
-    for folder in (SOURCE, SITE):
-        shutil.rmtree(folder, ignore_errors=True)
+def write_pages(folder: Path) -> None:
+    "Every notebook of the book as a page in `folder`."
     for path in sorted(NOTEBOOKS.rglob("*.ipynb")):
         if ".ipynb_checkpoints" in path.parts:
             continue
-        target = SOURCE / path.relative_to(NOTEBOOKS)
-        target.parent.mkdir(parents=True, exist_ok=True)
         notebook = page(json.loads(path.read_text(encoding="utf-8")))
         if path == NOTEBOOKS / "index.ipynb":
             notebook["cells"].append({"cell_type": "markdown", "id": "contents", "metadata": {}, "source": contents()})
+        target = folder / path.relative_to(NOTEBOOKS)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(notebook), encoding="utf-8")
-    return sphinx(["-q", "-b", "html", "-c", str(HERE), str(SOURCE), str(SITE)])
+
+
+def build() -> int:
+    "Build the site; returns Sphinx's exit status. The old site stays until the new one is complete."
+    shutil.rmtree(WORK, ignore_errors=True)
+    write_pages(WORK / "pages")
+    status = sphinx(["-q", "-b", "html", "-c", str(HERE), str(WORK / "pages"), str(WORK / "site")])
+    if status == 0:
+        shutil.rmtree(SITE, ignore_errors=True)
+        (WORK / "site").rename(SITE)
+    return status
 
 
 if __name__ == "__main__":

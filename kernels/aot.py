@@ -112,12 +112,12 @@ def portable_launches(form, **shape):
 
     a = inputs(form=form, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    plan = portable_plan(form, B, T, D, N)
+    forward, backward = (portable_plan(form, B, T, D, N, direction=way) for way in ("forward", "backward"))
 
     def launch():
-        out, final, ckpt = portable_forward(plan, **a)
+        out, final, ckpt = portable_forward(forward, **a)
         rest = {n: v for n, v in a.items() if n != "initial_state"}
-        portable_backward(plan, out, final if a["initial_state"] is not None else None, ckpt, **rest)
+        portable_backward(backward, out, final if a["initial_state"] is not None else None, ckpt, **rest)
 
     return record(launch)
 

@@ -12,25 +12,32 @@ import numpy as np
 
 # %% ../nbs/plots.ipynb #plots-004
 COLORS = {
-    "longhorn_exact": "#0072B2", "longhorn": "#E69F00", "longhorn_scalar": "#009E73", "longhorn_decoupled": "#CC79A7",
-    "mamba": "#D55E00", "attention": "#8C8C8C", "deltanet": "#56B4E9", "linear_attention": "#B8A800", "gla": "#A0522D",
+    "longhorn_exact": "#0072B2", "longhorn": "#E69F00",
+    "longhorn_scalar": "#009E73", "longhorn_decoupled": "#CC79A7",
+    "mamba": "#D55E00", "attention": "#8C8C8C", "deltanet": "#56B4E9",
+    "linear_attention": "#B8A800", "gla": "#A0522D",
 }
 LABELS = {
-    "longhorn_exact": "exact", "longhorn": "diagonal", "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
-    "mamba": "Mamba", "attention": "attention", "deltanet": "delta rule", "linear_attention": "linear attention", "gla": "GLA",
+    "longhorn_exact": "exact", "longhorn": "diagonal",
+    "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
+    "mamba": "Mamba", "attention": "attention", "deltanet": "delta rule",
+    "linear_attention": "linear attention", "gla": "GLA",
 }
-INK = "#808080"
+INK = "#7A7A7A"
 
 # %% ../nbs/plots.ipynb #plots-005
 def use_style():
     "Set matplotlib's defaults to the look of the book; call it once, after the imports."
+    ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor",
+           "xtick.color", "ytick.color", "grid.color")
     mpl.rcParams.update({
-        "figure.figsize": (5.6, 3.2), "figure.dpi": 110, "savefig.dpi": 110, "savefig.transparent": True,
-        "figure.facecolor": "none", "axes.facecolor": "none", "figure.constrained_layout.use": True,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
-        "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False, "lines.linewidth": 1.6,
-        "image.cmap": "RdBu_r", "axes.edgecolor": INK,
-        **{key: INK for key in ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color")},
+        "figure.figsize": (5.6, 3.2), "figure.dpi": 110, "savefig.dpi": 110,
+        "savefig.transparent": True, "figure.facecolor": "none", "axes.facecolor": "none",
+        "figure.constrained_layout.use": True, "lines.linewidth": 1.6, "image.cmap": "RdBu_r",
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+        "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
+        **dict.fromkeys(ink, INK),
     })
 
 # %% ../nbs/plots.ipynb #plots-007
@@ -44,12 +51,14 @@ def label_ends(
         x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
         keep = np.isfinite(x) & np.isfinite(y)
         if keep.any() and not line.get_label().startswith("_"):
-            ends.append([ax.transLimits.transform(ax.transScale.transform((x[keep][-1], y[keep][-1])))[1], line])
+            last = ax.transScale.transform((x[keep][-1], y[keep][-1]))
+            ends.append([ax.transLimits.transform(last)[1], line])
     ends.sort(key=lambda end: end[0])
     for below, end in zip(ends, ends[1:]):
         end[0] = max(end[0], below[0] + gap)
     for height, line in ends:
-        ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction", color=line.get_color(), va="center")
+        ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction",
+                    color=line.get_color(), va="center")
 
 # %% ../nbs/plots.ipynb #plots-009
 def plot_seeds(

@@ -56,8 +56,10 @@ def test_every_claim_is_complete():
 
 
 @pytest.mark.parametrize("first, second, lower, verdict", [
-    ([1.0, 2.0], [1.1, 2.1], True, "holds"), ([1.0, 2.2], [1.1, 2.1], True, "mixed"), ([1.2, 2.2], [1.1, 2.1], True, "does not hold"),
-    ([0.9], [0.8], False, "holds"), ([0.8], [0.8], False, "does not hold"), ([float("nan")], [1.0], True, "does not hold"),
+    ([1.0, 2.0], [1.1, 2.1], True, "holds"), ([1.0, 2.2], [1.1, 2.1], True, "mixed"),
+    ([1.2, 2.2], [1.1, 2.1], True, "does not hold"), ([1.2, 2.2], [1.1, 2.1], False, "holds"),
+    ([1.0, 1.0, 1.0], [1.01, 1.01, 2.0], True, "mixed"), # always ahead, but by less than the spread
+    ([0.9], [0.8], False, "mixed"), ([0.8, 0.8], [0.8, 0.8], False, "mixed"),
 ])
 def test_verdict_by_seed(first, second, lower, verdict):
     assert claims.compare_seeds(first, second, lower) == verdict
@@ -65,7 +67,7 @@ def test_verdict_by_seed(first, second, lower, verdict):
 
 @pytest.mark.parametrize("first, second", [([], []), ([1.0], [1.0, 2.0])])
 def test_seeds_that_cannot_be_paired_are_refused(first, second):
-    with pytest.raises(ValueError, match="same number"):
+    with pytest.raises(ValueError, match="as many of each"):
         claims.compare_seeds(first, second)
 
 
@@ -140,3 +142,22 @@ def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
     code = "import sys; from longhorn_kit.lab.claims import ledger; str(ledger('x')); print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_recall_is_judged_as_its_own_module_judges_it():
+    from longhorn_kit.lab import recall
+    models = ("longhorn_exact", "longhorn", "gla", "attention")
+    for scores in ([(0.9, 0.91), (0.7, 0.72), (0.5, 0.51), (0.6, 0.6)], [(0.9, 0.91), (0.7, 0.72), (0.75, 0.6), (0.6, 0.6)],
+                   [(0.1, 0.12), (0.2, 0.2), (0.3, 0.3), (0.6, 0.6)], [(0.9, 0.91), (0.7, 0.72), (0.5, 0.51), (0.95, 0.97)]):
+        record = {"results": {"tasks": {"once": {"recall": dict(zip(models, map(list, scores)))}}}}
+        assert claims.judge_recall(record)[1] == recall.verdict(record)[1]
+
+
+def test_published_numbers_of_the_rows_are_those_of_the_tables():
+    published = {claim.name: claim.published for claim in claims.CLAIMS}
+    for name, size in (("language", "120M"), ("language-350m", "350M")):
+        for model in ("longhorn", "mamba", "attention", "gla"):
+            assert f"{claims.OPENWEBTEXT[size][model]:.3f}" in published[name]
+    assert str(claims.OPENWEBTEXT["120M"]["longhorn_scalar"]) in published["scalar-rate"]
+    assert str(claims.OPENWEBTEXT["350M"]["mamba_input_a"]) in published["input-dependent-a"]
+    assert all(f"{value:.2f}" in published["downstream"] for value in claims.DOWNSTREAM_PERPLEXITY.values())

@@ -92,7 +92,7 @@ def test_version(capsys):
 def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
-    assert len(fakes.module.calls) == 2 and "2 claims at scale laptop" in out
+    assert len(fakes.module.calls) == 2 and "at scale laptop: fake, second; about 2 min on two CPU cores" in out
     assert out.count("holds: score 2") == 2 and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
     assert (here / "runs" / "report.html").read_text().count("<section") == 3
     assert cli.main(["reproduce"]) == 0
@@ -128,8 +128,8 @@ def test_damaged_record_is_run_again(here, capsys):
 
 
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
-    assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; at this scale there are: fake, second"
-    assert "at laptop there are: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
+    assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; those that have one: fake, second"
+    assert "at scale laptop: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
     assert fakes.module.calls == []
 
 

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
-           'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'NAMES', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain', 'compare_seeds',
-           'all_of', 'Claim', 'judge_recall', 'judge_language', 'judge_exact_cost', 'parameters_saved', 'suggest',
-           'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'results_folder', 'ledger_text',
-           'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
+           'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain',
+           'compare_seeds', 'all_of', 'Claim', 'scores_text', 'judge_recall', 'judge_language', 'judge_exact_cost',
+           'parameters_saved', 'suggest', 'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge',
+           'results_folder', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
@@ -16,24 +16,34 @@ import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from types import ModuleType
 
 import longhorn_kit
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-005
 OPENWEBTEXT = {
-    "120M": {"longhorn": 3.225, "mamba": 3.238, "attention": 3.247, "longhorn_scalar": 3.262, "gla": 3.381},
-    "350M": {"longhorn": 2.888, "attention": 2.891, "mamba": 2.902, "mamba_input_a": 2.922, "gla": 3.018},
+    "120M": {
+        "longhorn": 3.225, "mamba": 3.238, "attention": 3.247, "longhorn_scalar": 3.262,
+        "gla": 3.381},
+    "350M": {
+        "longhorn": 2.888, "attention": 2.891, "mamba": 2.902, "mamba_input_a": 2.922,
+        "gla": 3.018},
 }
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-008
 RECALL_TASKS = ("FDA", "SWDE", "NQ", "SQuAD", "TriviaQA", "Drop")
 RECALL_INTENSIVE = {
-    "read once": {"mamba": (33.2, 35.0, 26.6, 37.4, 56.3, 20.4), "longhorn": (40.2, 33.2, 27.6, 35.0, 58.5, 21.3)},
-    "read twice": {"mamba": (40.6, 36.2, 32.6, 52.7, 56.9, 31.5), "longhorn": (50.4, 42.3, 33.2, 55.0, 55.9, 33.3)},
+    "read once": {
+        "mamba": (33.2, 35.0, 26.6, 37.4, 56.3, 20.4),
+        "longhorn": (40.2, 33.2, 27.6, 35.0, 58.5, 21.3)},
+    "read twice": {
+        "mamba": (40.6, 36.2, 32.6, 52.7, 56.9, 31.5),
+        "longhorn": (50.4, 42.3, 33.2, 55.0, 55.9, 33.3)},
 }
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-010
@@ -46,7 +56,7 @@ def recall_gain(
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-013
 DOWNSTREAM_PERPLEXITY = {"longhorn": 18.05, "mamba": 18.86, "gla": 20.86}
-EXTRAPOLATION = { # perplexity at 2K, 4K, 8K, 16K and 32K tokens after training at 2K; read off a plot, +-0.03
+EXTRAPOLATION = { # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K; off a plot, +-0.03
     "longhorn": (8.30, 8.29, 8.37, 8.36, 8.34),
     "mamba": (8.43, 8.46, 8.43, 8.46, 8.42),
     "gla": (9.34, 8.97, 9.16, 9.29, 9.39),
@@ -68,11 +78,13 @@ def compare_seeds(
     second: list[float], # (seeds,) scores of the other model, same seeds in the same order
     lower_is_better: bool = True, # True for a loss, False for an accuracy
 ) -> str:                # "holds", "mixed" or "does not hold"
-    "Whether `first` is better than `second` for every seed, for some, or for none."
+    "Whether `first` leads for every seed by more than the spread, trails so, or neither."
     if len(first) != len(second) or not first:
-        raise ValueError(f"{len(first)} and {len(second)} seeds; expected the same number of each, at least one")
-    wins = sum((a < b) if lower_is_better else (a > b) for a, b in zip(first, second))
-    return "holds" if wins == len(first) else "mixed" if wins else "does not hold"
+        raise ValueError(f"{len(first)} and {len(second)} seeds; expected as many of each, at least one")
+    leads = [(b - a) if lower_is_better else (a - b) for a, b in zip(first, second)]
+    if len(leads) < 2 or abs(mean(leads)) <= stdev(leads):
+        return "mixed"
+    return "holds" if min(leads) > 0 else "does not hold" if max(leads) < 0 else "mixed"
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-017
 def all_of(
@@ -90,114 +102,166 @@ class Claim:
     published: str  # the number
     source: str     # where the number stands
     holds_if: str   # what would count as holding
-    module: str | None = None           # module with run, figures and tables; None where the kit has none yet
-    check: Callable[[dict], tuple[str, str]] | None = None # record -> (ours, verdict)
-    reads: str | None = None            # claim whose record `check` reads, where not its own
-    settled: Callable[[], tuple[str, str]] | None = None   # () -> (ours, verdict), from published numbers
-    minutes: dict = field(default_factory=dict)            # scale -> expected minutes, on the machine named in PLATFORM
+    module: str | None = None     # has run, figures and tables; None where the kit has no run yet
+    check: Callable | None = None # record -> (ours, verdict)
+    reads: str | None = None      # the claim whose record `check` reads, where not its own
+    settled: Callable | None = None # () -> (ours, verdict), from published numbers
+    minutes: dict = field(default_factory=dict) # scale -> expected minutes, on its `PLATFORM`
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-021
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
 PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
 
-NAMES = {"longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
-         "mamba": "Mamba", "attention": "attention", "gla": "GLA"}
+NAMES = {
+    "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate",
+    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA"}
 
-def _published_losses(
-    size: str, # "120M" or "350M"
-) -> str:      # "longhorn 3.225, mamba 3.238, ..."
-    "The published OpenWebText losses as text, best first."
-    table = {name: loss for name, loss in OPENWEBTEXT[size].items() if name in ("longhorn", "mamba", "attention", "gla")}
-    names = NAMES | {"longhorn": "Longhorn"}
-    return ", ".join(f"{names[name]} {table[name]:.3f}" for name in sorted(table, key=table.get))
-
-def _means(
-    table: dict,  # model -> (seeds,) scores
-    form: str,    # format of a mean
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-022
+def scores_text(
+    table: dict,           # model -> score, or -> (seeds,) scores
+    form: str = "{:.3f}",  # format of a mean
     reverse: bool = False, # True where the best is the largest
 ) -> str:
-    "Mean over seeds of each model as text, best first."
-    means = {name: mean(scores) for name, scores in table.items()}
-    return ", ".join(f"{NAMES.get(name, name)} {form.format(means[name])}" for name in sorted(means, key=means.get, reverse=reverse))
+    "The mean score of each model as text, best first."
+    means = {name: mean(_as_tuple(scores)) for name, scores in table.items()}
+    best_first = sorted(means, key=means.get, reverse=reverse)
+    return ", ".join(f"{NAMES.get(name, name)} {form.format(means[name])}" for name in best_first)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-023
+def _as_tuple(scores):
+    "A score or several, as a tuple."
+    return tuple(scores) if isinstance(scores, (tuple, list)) else (scores,)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-025
+RECALL_ORDER = (("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"))
+
 def judge_recall(
     record: dict, # record of `longhorn_kit.lab.recall`
 ) -> tuple[str, str]:
-    "(recall of each model, verdict): exact > diagonal and exact > attention, paired by seed."
-    recall = record["results"]["final_recall"] # name -> (seeds,)
-    pairs = [("longhorn_exact", "longhorn"), ("longhorn_exact", "attention")]
-    verdict = all_of([compare_seeds(recall[a], recall[b], lower_is_better=False) for a, b in pairs])
-    return _means(recall, "{:.0%}", reverse=True), verdict
+    "(recall of each model on each task, verdict on the order that the authors state)."
+    texts, verdicts = [], []
+    for task, found in record["results"]["tasks"].items():
+        recall = found["recall"] # name -> (seeds,)
+        named = {name: recall[name] for pair in RECALL_ORDER for name in pair}
+        texts.append(f"keys {task}: {scores_text(named, '{:.0%}', reverse=True)}")
+        verdicts += [compare_seeds(recall[a], recall[b], lower_is_better=False) for a, b in RECALL_ORDER]
+    return "; ".join(texts), all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-025
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-027
 def judge_language(
     record: dict, # record of `longhorn_kit.lab.language`
 ) -> tuple[str, str]:
-    "(held-out bits a byte of each model, verdict): Longhorn below Mamba and below attention, paired by seed."
+    "(held-out bits a byte of each model, verdict): Longhorn below Mamba and below attention."
     bits = record["results"]["bits_per_byte"] # name -> (seeds,)
-    verdict = all_of([compare_seeds(bits["longhorn"], bits[other]) for other in ("mamba", "attention")])
-    return _means(bits, "{:.3f}") + " bits a byte", verdict
+    verdicts = [compare_seeds(bits["longhorn"], bits[other]) for other in ("mamba", "attention")]
+    return scores_text(bits) + " bits a byte", all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-026
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-028
 def judge_exact_cost(
     record: dict, # record of `longhorn_kit.lab.language`
 ) -> tuple[str, str]:
-    "(time of a training step of exact relative to diagonal, verdict): exact at least twice as slow."
+    "(training step of exact relative to diagonal, verdict): exact at least twice as slow."
     speed = record["results"]["tokens_per_second"] # name -> training tokens a second
     ratio = speed["longhorn"] / speed["longhorn_exact"]
-    return f"an exact training step takes {ratio:.2f} times a diagonal one, and trains", "holds" if ratio >= 2 else "does not hold"
-
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-027
-CLAIMS = [
-    Claim(
-        "recall", "On a toy recall task one layer of exact Longhorn learns better than diagonal Longhorn, which learns "
-        "better than GLA; exact also beats self-attention.", "an order, no numbers", FIGURE,
-        "recall after the same steps: exact above diagonal and above attention, for every seed",
-        "longhorn_kit.lab.recall", judge_recall, minutes={"laptop": 2}),
-    Claim(
-        "language", "Trained on OpenWebText at 120M parameters, Longhorn has a lower validation loss than Mamba, "
-        "attention (LLaMA) and GLA.", _published_losses("120M"), THREAD,
-        "held-out loss of Longhorn below Mamba's and attention's at matched parameters, for every seed",
-        "longhorn_kit.lab.language", judge_language, minutes={"laptop": 3.5}),
-    Claim(
-        "exact-cost", "The exact form has no efficient implementation, and an attempt at one was numerically unstable.",
-        "no number", THREAD, "a training step of the exact form takes at least twice as long as one of the diagonal form, "
-        "or its training diverges", check=judge_exact_cost, reads="language"),
-]
+    ours = f"exact trains; a step takes {ratio:.2f} times a diagonal one"
+    return ours, "holds" if ratio >= 2 else "does not hold"
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-029
-CLAIMS += [
-    Claim("language-350m", "At 350M parameters too Longhorn has the lowest validation loss; attention comes second.",
-          _published_losses("350M"), THREAD, "the same comparison with the 350M models"),
-    Claim("scalar-rate", "One step size for each channel is better than one step size for all channels.",
-          "120M loss: vector 3.225, scalar 3.262", THREAD, "held-out loss of the vector rate below the scalar rate's, for every seed"),
-    Claim("input-dependent-a", "Making Mamba's A depend on the input does not close the gap: it is worse than Mamba itself.",
-          "350M loss: Mamba 2.902, with input-dependent A 2.922", THREAD, "held-out loss of Mamba below its variant's, for every seed"),
-    Claim("sample-efficiency", "At 1.3B parameters Longhorn needs 1.8 times fewer tokens than Mamba for the same perplexity.",
-          "Mamba's result after 100B tokens is reached at about 55B", FIGURE,
-          "tokens at which Longhorn passes Mamba's final perplexity: at most 1/1.8 of the run"),
-    Claim("downstream", "At 1.3B parameters Longhorn has the lowest mean perplexity over eight downstream sets.",
-          "Longhorn 18.05, Mamba 18.86, GLA 20.86", FIGURE, "mean perplexity over the same sets: Longhorn below Mamba and GLA"),
-    Claim("extrapolation", "Trained on 2K tokens, Longhorn keeps its perplexity up to 16 times that length.",
-          "8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)", FIGURE,
-          "perplexity at 16 times the training length at most 1 % above that at the training length"),
+CLAIMS = [
+    Claim(
+        name="recall",
+        statement="On a toy recall task one layer of exact Longhorn learns better than diagonal "
+                  "Longhorn, which learns better than GLA; exact also beats self-attention.",
+        published="an order, no numbers", source=FIGURE,
+        holds_if="recall after the same steps, on both tasks: exact above diagonal, diagonal above "
+                 "GLA, and exact above attention",
+        module="longhorn_kit.lab.recall", check=judge_recall, minutes={"laptop": 2}),
+    Claim(
+        name="language",
+        statement="Trained on OpenWebText at 120M parameters, Longhorn has a lower validation loss "
+                  "than Mamba, attention (LLaMA) and GLA.",
+        published="Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381", source=THREAD,
+        holds_if="held-out loss of Longhorn below Mamba's and attention's at matched parameters",
+        module="longhorn_kit.lab.language", check=judge_language, minutes={"laptop": 3.5}),
+    Claim(
+        name="exact-cost",
+        statement="The exact form has no efficient implementation, and an attempt at one was "
+                  "numerically unstable.",
+        published="no number", source=THREAD,
+        holds_if="a training step of the exact form takes at least twice as long as one of the "
+                 "diagonal form, or its training diverges",
+        check=judge_exact_cost, reads="language"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-030
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-031
 CLAIMS += [
-    Claim("recall-intensive", "At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",
-          f"mean score {recall_gain('read once'):+.2f} points read once", THREAD, "mean score of Longhorn above Mamba's on the same six sets"),
-    Claim("mqar", "On multi-query associative recall Longhorn reaches higher accuracy than other state-space models of the same size.",
-          "not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2", "public summary of the paper",
-          "best accuracy over the learning rates: Longhorn above Mamba and GLA at every length, for every seed"),
-    Claim("vision", "In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
-          "not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", CODE, "top-1 accuracy at least that of the ViM trained the same way"),
-    Claim("kernel-time", "The Longhorn kernel is as fast as Mamba's.", "Mamba 0.122 s, Longhorn 0.124 s, shapes not stated", THREAD,
-          "forward plus backward within 2 % of Mamba's kernel on the same GPU"),
+    Claim(
+        name="language-350m",
+        statement="At 350M parameters too Longhorn has the lowest validation loss.",
+        published="Longhorn 2.888, attention 2.891, Mamba 2.902, GLA 3.018", source=THREAD,
+        holds_if="the same comparison with the 350M models"),
+    Claim(
+        name="scalar-rate",
+        statement="One step size for each channel is better than one for all channels.",
+        published="120M loss: vector 3.225, scalar 3.262", source=THREAD,
+        holds_if="held-out loss of the vector rate below the scalar rate's"),
+    Claim(
+        name="input-dependent-a",
+        statement="Making Mamba's A depend on the input does not help Mamba.",
+        published="350M loss: Mamba 2.902, with input-dependent A 2.922", source=THREAD,
+        holds_if="held-out loss of Mamba below its variant's"),
 ]
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-032
+CLAIMS += [
+    Claim(
+        name="sample-efficiency",
+        statement="At 1.3B parameters Longhorn needs 1.8 times fewer tokens than Mamba for the "
+                  "same perplexity.",
+        published="Mamba's result after 100B tokens is reached at about 55B", source=FIGURE,
+        holds_if="Longhorn passes Mamba's final perplexity within 1/1.8 of the tokens"),
+    Claim(
+        name="downstream",
+        statement="At 1.3B parameters Longhorn has the lowest mean perplexity on eight downstream "
+                  "sets.",
+        published="Longhorn 18.05, Mamba 18.86, GLA 20.86", source=FIGURE,
+        holds_if="mean perplexity over the same sets: Longhorn below Mamba and GLA"),
+    Claim(
+        name="extrapolation",
+        statement="Trained on 2K tokens, Longhorn keeps its perplexity up to 16 times that length.",
+        published="8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)", source=FIGURE,
+        holds_if="perplexity at 16 times the training length at most 1 % above that at the "
+                 "training length"),
+]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-033
+CLAIMS += [
+    Claim(
+        name="recall-intensive",
+        statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive "
+                  "sets.",
+        published=f"mean score {recall_gain('read once'):+.2f} points, read once", source=THREAD,
+        holds_if="mean score of Longhorn above Mamba's on the same six sets"),
+    Claim(
+        name="mqar",
+        statement="On multi-query associative recall Longhorn reaches higher accuracy than other "
+                  "state-space models of the same size.",
+        published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2",
+        source="public summary of the paper",
+        holds_if="best accuracy over the learning rates: Longhorn above Mamba and GLA at every "
+                 "length"),
+    Claim(
+        name="vision",
+        statement="In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
+        published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", source=CODE,
+        holds_if="top-1 accuracy at least that of the ViM trained the same way"),
+    Claim(
+        name="kernel-time",
+        statement="The Longhorn kernel is as fast as Mamba's.",
+        published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated", source=THREAD,
+        holds_if="forward plus backward within 2 % of Mamba's kernel on the same GPU"),
+]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
 def parameters_saved(
     blocks: int = 24,    # the "12 layers" of the official code are 24 blocks
     d_inner: int = 1536, # channels of a block
@@ -206,44 +270,76 @@ def parameters_saved(
     "Numbers in Mamba's A matrices, which Longhorn does without."
     return blocks * d_inner * d_state
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-034
-def _as_tuple(value):
-    "A score or several, as a tuple."
-    return value if isinstance(value, tuple) else (value,)
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-037
+def _gain_read_twice():
+    "(the gain that the table gives, whether it is the one stated)."
+    gain = recall_gain("read twice")
+    ours = f"{gain:+.2f} points from their table (45.02 - 41.75)"
+    return ours, "holds" if round(gain, 2) == 4.25 else "does not hold"
 
-def _independent(
-    *measures: str,       # keys of `INDEPENDENT`
-    lower_is_better: bool,
-) -> tuple[str, str]:
-    "(their numbers, whether Longhorn is ahead of Mamba in them)."
-    rows = [(name, *(_as_tuple(INDEPENDENT[name][model]) for model in ("longhorn", "mamba"))) for name in measures]
-    show = lambda scores: "/".join(map(str, scores))
-    text = "; ".join(f"{name}: Longhorn {show(a)}, Mamba {show(b)}" for name, a, b in rows)
-    return text, all_of([compare_seeds([x], [y], lower_is_better) for _, a, b in rows for x, y in zip(a, b)])
-
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
-MUON = "arXiv 2606.30461, 170M, 10B tokens"
-CLAIMS += [
-    Claim("read-twice", "Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.", "+4.25 points", THREAD,
-          "the difference of the two means in the authors' own table, rounded, is 4.25",
-          settled=lambda: (f"{recall_gain('read twice'):+.2f} points from their table (45.02 - 41.75)",
-                           "holds" if round(recall_gain("read twice"), 2) == 4.25 else "does not hold")),
-    Claim("fewer-parameters", "Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",
-          "a gap of order N x D a block", THREAD, "the count at the official 120M size is lower",
-          settled=lambda: (f"{parameters_saved() / 1e6:.2f}M fewer of 129.15M", "holds" if parameters_saved() > 0 else "does not hold")),
-    Claim("elsewhere-perplexity", "Measured by others: lower perplexity than Mamba.", "paper: lower at every size", MUON,
-          "lower on Wikitext and on LAMBADA",
-          settled=lambda: _independent("Wikitext perplexity", "LAMBADA perplexity", lower_is_better=True)),
-    Claim("elsewhere-accuracy", "Measured by others: higher mean downstream accuracy than Mamba.", "paper: better on average", MUON,
-          "higher mean accuracy", settled=lambda: _independent("mean accuracy", lower_is_better=False)),
-    Claim("elsewhere-recall", "Measured by others: better recall in long contexts than Mamba.", "paper: better recall", MUON,
-          "higher at every length, on both needle tasks",
-          settled=lambda: _independent("pass-key at 2K/4K/8K", "number at 2K/4K/8K", lower_is_better=False)),
-    Claim("elsewhere-vision", "Measured by others: better on ImageNet than Mamba, inside MambaVision-T.", "paper: as good or better", MUON,
-          "higher top-1 accuracy", settled=lambda: _independent("ImageNet top-1", lower_is_better=False)),
-]
+def _saving():
+    "(Mamba's A matrices, whether Longhorn is the smaller model)."
+    saved = parameters_saved()
+    return f"{saved / 1e6:.2f}M fewer of 129.15M", "holds" if saved > 0 else "does not hold"
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-038
+CLAIMS += [
+    Claim(
+        name="read-twice",
+        statement="Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.",
+        published="+4.25 points", source=THREAD,
+        holds_if="the difference of the two means in the authors' own table is 4.25, rounded",
+        settled=_gain_read_twice),
+    Claim(
+        name="fewer-parameters",
+        statement="Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",
+        published="a gap of order N x D a block", source=THREAD,
+        holds_if="the count at the official 120M size is lower",
+        settled=_saving),
+]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-039
+def _elsewhere(
+    *measures: str, # keys of `INDEPENDENT`
+    lower_is_better: bool = False,
+) -> tuple[str, str]:
+    "(their numbers, whether Longhorn is ahead of Mamba in all of them)."
+    texts, verdicts = [], []
+    for measure in measures:
+        ours, mamba = (_as_tuple(INDEPENDENT[measure][model]) for model in ("longhorn", "mamba"))
+        show = lambda scores: "/".join(f"{score:g}" for score in scores)
+        texts.append(f"{measure}: Longhorn {show(ours)}, Mamba {show(mamba)}")
+        ahead = [(a < b) if lower_is_better else (a > b) for a, b in zip(ours, mamba)]
+        verdicts += ["holds" if each else "does not hold" for each in ahead]
+    return "; ".join(texts), all_of(verdicts)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-040
+MUON = "arXiv 2606.30461, 170M, 10B tokens"
+CLAIMS += [
+    Claim(
+        name="elsewhere-perplexity", source=MUON,
+        statement="Measured by others: lower perplexity than Mamba.",
+        published="paper: lower at every size", holds_if="lower on Wikitext and on LAMBADA",
+        settled=partial(
+            _elsewhere, "Wikitext perplexity", "LAMBADA perplexity", lower_is_better=True)),
+    Claim(
+        name="elsewhere-accuracy", source=MUON,
+        statement="Measured by others: higher mean downstream accuracy than Mamba.",
+        published="paper: better on average", holds_if="higher mean accuracy",
+        settled=partial(_elsewhere, "mean accuracy")),
+    Claim(
+        name="elsewhere-recall", source=MUON,
+        statement="Measured by others: better recall in long contexts than Mamba.",
+        published="paper: better recall", holds_if="higher at every length, on both needle tasks",
+        settled=partial(_elsewhere, "pass-key at 2K/4K/8K", "number at 2K/4K/8K")),
+    Claim(
+        name="elsewhere-vision", source=MUON,
+        statement="Measured by others: better on ImageNet than Mamba, inside MambaVision-T.",
+        published="paper: as good or better", holds_if="higher top-1 accuracy",
+        settled=partial(_elsewhere, "ImageNet top-1")),
+]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-043
 def suggest(
     word: str,        # what was typed
     known: list[str], # what exists
@@ -252,7 +348,7 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-039
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
@@ -262,7 +358,7 @@ def find_claim(
             return claim
     raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-041
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-046
 def claim_module(
     claim: Claim,
 ) -> ModuleType | None: # with run, figures, tables and SCALES; None where the kit has no run
@@ -275,7 +371,7 @@ def runnable(
     "The claims that have a run at this scale, in the ledger's order."
     return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-049
 @dataclass(frozen=True)
 class Row:
     "One line of the ledger: a claim and one thing found about it."
@@ -285,7 +381,7 @@ class Row:
     scale: str = "" # "laptop", "gpu", "paper" or "published"
     file: str = ""  # where the record lies
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-045
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-050
 def load_record(
     path: Path, # a record.json
     name: str,  # the claim it should belong to
@@ -301,7 +397,7 @@ def load_record(
         raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-046
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 def judge(
     claim: Claim,
     record: dict, # a record of `claim`, or of the claim it reads
@@ -310,9 +406,10 @@ def judge(
     try:
         return claim.check(record)
     except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"lacks what the check of '{claim.name}' needs ({type(error).__name__}: {error})") from None
+        lack = f"{type(error).__name__}: {error}"
+        raise ValueError(f"lacks what the check of '{claim.name}' needs ({lack})") from None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-047
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
 def _row_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
@@ -320,9 +417,10 @@ def _row_of_file(
     shown: str, # the path to print
 ) -> Row | None:
     "The ledger row of one record file; None where there is no trace of a run."
-    source = claim.reads or claim.name
+    source, folder = claim.reads or claim.name, path.parent
     if not path.exists():
-        started = path.name == "record.json" and not claim.reads and path.parent.is_dir() and any(path.parent.iterdir())
+        own = path.name == "record.json" and not claim.reads
+        started = own and folder.is_dir() and any(folder.iterdir())
         return Row(claim, "unfinished", "started, no record yet", scale, shown) if started else None
     try:
         ours, verdict = judge(claim, load_record(path, source))
@@ -330,7 +428,7 @@ def _row_of_file(
         return Row(claim, "unreadable", f"{path.name} {error}", scale, shown)
     return Row(claim, verdict, ours, scale, shown)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-048
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-053
 SCALES = ("laptop", "gpu", "paper")
 
 def _rows_of_claim(
@@ -339,23 +437,26 @@ def _rows_of_claim(
     results: Path | None,
 ) -> list[Row]:
     "Every row of one claim: fresh runs, recorded runs, published numbers, or one \"not run\"."
-    source = claim.reads or claim.name
-    files = [(runs / source / scale / "record.json", scale, f"{runs.name}/{source}/{scale}/record.json") for scale in SCALES]
-    if results:
-        files += [(results / source / f"{scale}.json", scale, f"nbs/lab/results/{source}/{scale}.json") for scale in SCALES]
+    source, files = claim.reads or claim.name, []
+    for scale in SCALES:
+        path = runs / source / scale / "record.json"
+        files.append((path, scale, f"{runs.name}/{source}/{scale}/record.json"))
+    for scale in SCALES if results else ():
+        path = results / source / f"{scale}.json"
+        files.append((path, scale, f"nbs/lab/results/{source}/{scale}.json"))
     rows = [_row_of_file(claim, *file) for file in files] if claim.check else []
     if claim.settled:
         ours, verdict = claim.settled()
         rows.append(Row(claim, verdict, ours, "published"))
     return [row for row in rows if row] or [Row(claim, "not run")]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-049
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
 def results_folder() -> Path | None:
-    "Where recorded runs lie when the kit is used from a checkout; None when it is installed without its notebooks."
+    "Where recorded runs lie in a checkout; None when the kit is installed without its notebooks."
     folder = Path(longhorn_kit.__file__).resolve().parent.parent / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-056
 def _cells(
     rows: list[Row],
 ) -> list[tuple[str, str, str, str]]:
@@ -364,22 +465,27 @@ def _cells(
     for row in rows:
         claim, found = row.claim, f"{row.scale}: {row.ours}" if row.ours else ""
         paper = f"{claim.statement}\n{claim.published} ({claim.source})"
-        cells.append((claim.name, paper, found, row.verdict) if claim is not before else ("", "", found, row.verdict))
+        name, paper = (claim.name, paper) if claim is not before else ("", "")
+        cells.append((name, paper, found, row.verdict))
         before = claim
     return cells
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-057
 def _columns(
     cells: tuple[str, ...],   # one text a column
     widths: tuple[int, ...],  # characters a column
 ) -> str:
     "One table row, every column wrapped inside its own width."
-    wrapped = [[line for part in cell.split("\n") for line in textwrap.wrap(part, width)] for cell, width in zip(cells, widths)]
-    height = max(map(len, wrapped))
-    lines = [[part[i] if i < len(part) else "" for part in wrapped] for i in range(height)]
-    return "\n".join("  ".join(f"{part:{width}}" for part, width in zip(line, widths)).rstrip() for line in lines)
+    wrapped = [_wrap(cell, width) for cell, width in zip(cells, widths)]
+    lines = zip_longest(*wrapped, fillvalue="")
+    padded = ("  ".join(f"{part:{width}}" for part, width in zip(line, widths)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-053
+def _wrap(text, width, **indent):
+    "The lines of a text that may already have several."
+    return [line for part in text.split("\n") for line in textwrap.wrap(part, width, **indent)]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
 def _blocks(
     rows: list[Row],
     width: int, # characters a line
@@ -388,11 +494,10 @@ def _blocks(
     indent, lines = {"initial_indent": "  ", "subsequent_indent": "  "}, []
     for name, paper, found, verdict in _cells(rows):
         lines += ["", f"{name}: {verdict}"] if name else [f"  {verdict}"]
-        for part in (*paper.split("\n"), found):
-            lines += textwrap.wrap(part, width, **indent)
+        lines += _wrap(f"{paper}\n{found}", width, **indent)
     return "\n".join(lines[1:])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-059
 def ledger_text(
     rows: list[Row],
     width: int = 100, # characters a line; columns from 84 on, and never wider than 100
@@ -401,32 +506,39 @@ def ledger_text(
     if width < 84:
         return _blocks(rows, max(width, 36))
     widths = (17, min(width, 100) - 58, 22, 13)
-    head = [_columns(("CLAIM", "WHAT THE PAPER SAYS", "WHAT WAS FOUND", "VERDICT"), widths), "-" * (sum(widths) + 6)]
-    return "\n".join(head + [("\n" if cells[0] and i else "") + _columns(cells, widths) for i, cells in enumerate(_cells(rows))])
+    head = _columns(("CLAIM", "WHAT THE PAPER SAYS", "WHAT WAS FOUND", "VERDICT"), widths)
+    lines = [head, "-" * (sum(widths) + 6)]
+    for i, cells in enumerate(_cells(rows)):
+        lines += [""] * bool(i and cells[0]) + [_columns(cells, widths)]
+    return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-055
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-060
 def ledger_markdown(
     rows: list[Row],
 ) -> str:
     "The ledger as a Markdown table."
     lines = ["| claim | what the paper says | what was found | verdict |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |" for cells in _cells(rows)]
+    for cells in _cells(rows):
+        safe = (cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+        lines.append(f"| {' | '.join(safe)} |")
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-056
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-061
 def ledger_html(
     rows: list[Row],
 ) -> str:
     "The ledger as an HTML table; every verdict carries a class named after it."
-    head = ("claim", "what the paper says", "what was found", "verdict")
-    lines = ['<table class="ledger">', "<tr>" + "".join(f'<th style="text-align:left">{name}</th>' for name in head) + "</tr>"]
+    left = lambda tag, cell: f'<{tag} style="text-align:left">{cell}</{tag}>'
+    head = map(partial(left, "th"), ("claim", "what the paper says", "what was found", "verdict"))
+    lines = ['<table class="ledger">', f"<tr>{''.join(head)}</tr>"]
     for name, paper, found, verdict in _cells(rows):
+        name = f"<code>{escape(name)}</code>" if name else ""
         mark = f'<span class="verdict {verdict.replace(" ", "-")}">{escape(verdict)}</span>'
-        cells = (f"<code>{escape(name)}</code>" if name else "", escape(paper).replace("\n", "<br>"), escape(found), mark)
-        lines.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>")
+        cells = (name, escape(paper).replace("\n", "<br>"), escape(found), mark)
+        lines.append(f"<tr>{''.join(map(partial(left, 'td'), cells))}</tr>")
     return "\n".join([*lines, "</table>"])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-057
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
 class Ledger(list):
     "Rows of the ledger that show themselves: a table in a terminal, HTML in a notebook."
 
@@ -436,11 +548,11 @@ class Ledger(list):
     def _repr_html_(self):
         return ledger_html(self)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-063
 def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
-    results: str | Path | None = None, # folder of recorded runs; None looks for those of the checkout
+    results: str | Path | None = None, # folder of recorded runs; None: those of the checkout
 ) -> Ledger:
-    "Every claim with everything found about it: fresh runs first, then recorded ones, then published numbers."
+    "Every claim with everything found about it: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
     return Ledger(row for claim in CLAIMS for row in _rows_of_claim(claim, Path(runs), results))

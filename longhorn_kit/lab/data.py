@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'GPT2_PATTERN', 'stdlib_files', 'normalise', 'help_topics',
-           'name_hash', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'open_text', 'file_documents',
-           'matching_files', 'hub_rows', 'hub_documents', 'load_documents', 'load_text', 'ByteTokenizer',
-           'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards', 'ShardWriter',
-           'split_documents', 'write_corpus', 'open_shards', 'Corpus', 'source_hash', 'cache_folder', 'prepare',
-           'tokenizer_hash', 'Sampler']
+           'name_hash', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text',
+           'file_documents', 'matching_files', 'hub_rows', 'hub_documents', 'load_documents', 'load_text',
+           'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards',
+           'ShardWriter', 'split_documents', 'write_corpus', 'open_shards', 'Corpus', 'source_hash', 'cache_folder',
+           'prepare', 'tokenizer_hash', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
 import glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, sys, sysconfig, zlib
@@ -100,7 +100,39 @@ def embedded_corpus_hash():
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-024
+# %% ../../nbs/lab/30_data.ipynb #30_data-025
+class ZstdReader(io.RawIOBase):
+    "A .zst file as a stream of its contents; raises EOFError when it is damaged or cut off."
+    def __init__(self,
+        path, # of the file
+    ):
+        import zstandard
+        self.file, self.library, self.ready, self.frame = open(path, "rb"), zstandard, b"", None
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready and (data := self.file.read(1 << 17)):
+            while data:
+                if self.frame is None or self.frame.eof:
+                    self.frame = self.library.ZstdDecompressor().decompressobj()
+                try:
+                    self.ready += self.frame.decompress(data)
+                except self.library.ZstdError as error:
+                    raise EOFError(str(error)) from None
+                data = self.frame.unused_data if self.frame.eof else b""
+        if not self.ready and self.frame and not self.frame.eof:
+            raise EOFError("the compressed file ends too early")
+        piece, self.ready = self.ready[:len(buffer)], self.ready[len(buffer):]
+        buffer[:len(piece)] = piece
+        return len(piece)
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+# %% ../../nbs/lab/30_data.ipynb #30_data-026
 SEPARATOR = "\n<|endoftext|>\n"
 
 def open_text(
@@ -113,11 +145,10 @@ def open_text(
     if path.suffix == ".xz":
         return lzma.open(path, "rb")
     if path.suffix == ".zst":
-        import zstandard
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), read_across_frames=True), 1 << 20)
+        return io.BufferedReader(ZstdReader(path), 1 << 20)
     return open(path, "rb")
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-025
+# %% ../../nbs/lab/30_data.ipynb #30_data-027
 def file_documents(
     path, # one text file
 ):
@@ -140,7 +171,7 @@ def file_documents(
     if number == 1 or b"".join(lines).strip():
         yield f"{path.name}#{number}", normalise(b"".join(lines), str(path))
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-026
+# %% ../../nbs/lab/30_data.ipynb #30_data-028
 def matching_files(
     pattern, # a path, or a glob such as "books/*.txt.xz"
 ):
@@ -154,7 +185,7 @@ def matching_files(
         raise FileNotFoundError(f"data source {pattern!r} {kind} {str(path) + '/*.txt' if path.is_dir() else 'books/*.txt.xz'}")
     return found
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-028
+# %% ../../nbs/lab/30_data.ipynb #30_data-030
 def hub_rows(
     name,  # dataset name, optionally followed by ":" and its configuration
     split, # which split to read
@@ -172,7 +203,7 @@ def hub_rows(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"cannot load the dataset {name!r} (Hugging Face hub or folder): {reason}") from None
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-029
+# %% ../../nbs/lab/30_data.ipynb #30_data-031
 def hub_documents(
     name,          # as for `hub_rows`
     split="train", # which split to read
@@ -185,7 +216,7 @@ def hub_documents(
         if row[column].strip():
             yield f"{name}/{split}#{number}", normalise(row[column].encode(), f"{name}, row {number}")
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-030
+# %% ../../nbs/lab/30_data.ipynb #30_data-032
 def load_documents(
     source, # "stdlib", a path or glob of text files, or "hf:NAME[:CONFIG]"
 ):
@@ -198,14 +229,14 @@ def load_documents(
         for path in matching_files(source):
             yield from file_documents(path)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-031
+# %% ../../nbs/lab/30_data.ipynb #30_data-033
 def load_text(
     source, # as for `load_documents`
 ):
     "All text of a source as one string, with a separator between documents."
     return SEPARATOR.join(text for _, text in load_documents(source))
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-034
+# %% ../../nbs/lab/30_data.ipynb #30_data-036
 class ByteTokenizer:
     "Text as its UTF-8 bytes; 0 ends a document."
     name, vocab_size, end = "bytes", 256, 0
@@ -218,7 +249,7 @@ class ByteTokenizer:
         "The text of token ids; bytes that are not UTF-8 become a replacement character."
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace").replace("\0", SEPARATOR)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-035
+# %% ../../nbs/lab/30_data.ipynb #30_data-037
 class BPETokenizer:
     "GPT-2's byte-pair encoding through tiktoken; 50256 ends a document."
     vocab_size, end = 50257, 50256
@@ -237,7 +268,7 @@ class BPETokenizer:
         "The text of token ids."
         return self.encoding.decode([int(i) for i in ids]).replace("<|endoftext|>", SEPARATOR)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-036
+# %% ../../nbs/lab/30_data.ipynb #30_data-038
 def gpt2_from_folder(
     folder, # holds encoder.json and vocab.bpe
 ):
@@ -254,10 +285,10 @@ def gpt2_from_folder(
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer gpt2:{folder}: the files do not fit together ({error})") from None
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-037
+# %% ../../nbs/lab/30_data.ipynb #30_data-039
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-038
+# %% ../../nbs/lab/30_data.ipynb #30_data-040
 def get_tokenizer(
     name, # "bytes", "gpt2" or "gpt2:FOLDER"
 ):
@@ -275,14 +306,14 @@ def get_tokenizer(
         raise OSError(f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); without a network use gpt2:FOLDER "
                       "with encoder.json and vocab.bpe") from None
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-041
+# %% ../../nbs/lab/30_data.ipynb #30_data-043
 def token_dtype(
     vocab_size, # number of different tokens
 ):
     "The smallest unsigned little-endian dtype that holds every token id."
     return np.dtype("<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-042
+# %% ../../nbs/lab/30_data.ipynb #30_data-044
 class TokenShards:
     "Token shards as one read-only array: `len(tokens)`, `tokens[i]`, `tokens[a:b]`, `np.asarray(tokens)`."
     def __init__(self,
@@ -314,7 +345,7 @@ class TokenShards:
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self[:], dtype=dtype)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-045
+# %% ../../nbs/lab/30_data.ipynb #30_data-047
 class ShardWriter:
     "Writes one part of a corpus as `PART-00000.bin`, `PART-00001.bin`, ... and counts what it writes."
     def __init__(self,
@@ -358,7 +389,7 @@ class ShardWriter:
             self.file.close()
             self.shards[-1]["sha256"], self.file = self.digest.hexdigest(), None
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-047
+# %% ../../nbs/lab/30_data.ipynb #30_data-049
 def split_documents(
     documents,         # (name, text) pairs, one after another
     fraction=HELD_OUT, # share to hold out
@@ -377,7 +408,7 @@ def split_documents(
             cut = text.find("\n", cut) + 1 or cut
             yield from ((part, piece) for part, piece in (("train", text[:cut]), ("val", text[cut:])) if piece)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-049
+# %% ../../nbs/lab/30_data.ipynb #30_data-051
 def write_corpus(
     folder,       # empty folder to write into
     parts,        # (part, text) pairs, as from `split_documents`
@@ -402,7 +433,7 @@ def write_corpus(
     write_json(Path(folder) / "index.json", index)
     return index
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-051
+# %% ../../nbs/lab/30_data.ipynb #30_data-053
 def open_shards(
     folder,      # of a prepared corpus
     index,       # its index
@@ -422,7 +453,7 @@ def open_shards(
         arrays.append(array)
     return TokenShards(arrays)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-052
+# %% ../../nbs/lab/30_data.ipynb #30_data-054
 @dataclass
 class Corpus:
     "A prepared corpus: memory-mapped tokens of both parts, and what is known about them."
@@ -439,7 +470,7 @@ class Corpus:
         "The loss in bits for each byte of text, which can be compared between tokenizers."
         return nats / math.log(2) * self.index[part]["tokens"] / self.index[part]["bytes"]
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-054
+# %% ../../nbs/lab/30_data.ipynb #30_data-056
 def source_hash(
     source, # as for `load_documents`
 ):
@@ -452,13 +483,13 @@ def source_hash(
             digest.update(f"{path.name}\0".encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-055
+# %% ../../nbs/lab/30_data.ipynb #30_data-057
 def cache_folder():
     "Where prepared corpora are kept: $LONGHORN_CACHE, or longhorn-kit in the user's cache folder."
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     return Path(os.environ.get("LONGHORN_CACHE") or default)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-056
+# %% ../../nbs/lab/30_data.ipynb #30_data-058
 def prepare(
     source="stdlib",    # "stdlib", a path or glob of text files, or "hf:NAME[:CONFIG]"
     tokenizer="bytes",  # "bytes", "gpt2" or "gpt2:FOLDER"
@@ -484,7 +515,7 @@ def prepare(
     index = read_json(folder / "index.json")
     return Corpus(folder, index, encoder, open_shards(folder, index, "train", verify), open_shards(folder, index, "val", verify))
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-057
+# %% ../../nbs/lab/30_data.ipynb #30_data-059
 def tokenizer_hash(
     tokenizer, # from `get_tokenizer`
 ):
@@ -493,7 +524,18 @@ def tokenizer_hash(
     ranks = sorted(encoding._mergeable_ranks.items()) if encoding else []
     return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-062
+# %% ../../nbs/lab/30_data.ipynb #30_data-064
+def epoch_order(
+    seed,    # of the run
+    epoch,   # counted from 0
+    windows, # n, how many there are
+    spare,   # tokens left over
+):
+    "(order (n,) of the windows, where the first one begins) in that epoch."
+    rng = np.random.default_rng([seed, epoch])
+    return rng.permutation(windows), int(rng.integers(spare + 1))
+
+# %% ../../nbs/lab/30_data.ipynb #30_data-067
 class Sampler:
     "Batches of windows in an order that depends on the seed alone; every window once an epoch."
     def __init__(self,
@@ -516,9 +558,8 @@ class Sampler:
         "Where in the text that window begins."
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            self.epoch, self.order = epoch, rng.permutation(self.windows)
-            self.shift = int(rng.integers((len(self.tokens) - 1) % self.context + 1))
+            spare = (len(self.tokens) - 1) % self.context
+            self.epoch, (self.order, self.shift) = epoch, epoch_order(self.seed, epoch, self.windows, spare)
         return self.shift + self.context * int(self.order[place])
 
     def next_batch(self):

@@ -387,8 +387,8 @@ def record_attempt(
     if run.accelerator.is_main_process:
         attempt = {"from_step": run.step, "command": command_line(), "environment": environment()}
         parameters = sum(p.numel() for p in run.model.parameters())
-        record = (known or {"parameters": parameters, "attempts": []}) | {"config": run.config}
-        write_json(run.folder / "config.json", record | {"attempts": record["attempts"] + [attempt]})
+        attempts = (known["attempts"] if known else []) + [attempt]
+        write_json(run.folder / "config.json", {"config": run.config, "parameters": parameters, "attempts": attempts})
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-048

@@ -99,6 +99,8 @@ class Attention(Mixer):
         super().__init__(d_model)
         n_heads = default_heads(d_model) if n_heads is None else n_heads
         check_size("n_heads", n_heads)
+        if isinstance(rope_base, bool) or not isinstance(rope_base, (int, float)) or not rope_base > 0:
+            raise ValueError(f"rope_base is {rope_base!r}; expected a number above 0")
         if d_model % (2 * n_heads):
             raise ValueError(f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}")
         self.n_heads, self.rope_base = n_heads, rope_base

@@ -69,7 +69,7 @@ def check_config(config):
         if not isinstance(getattr(config, name), kind):
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected a {kind.__name__}")
     with torch.device("meta"):
-        build_mixer(config.mixer, config.d_model, **config.mixer_options)
+        build_mixer(config.mixer, config.d_model, **{str(k): v for k, v in config.mixer_options.items()})
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
@@ -190,9 +190,10 @@ def check_tokens(
     dims: int,       # 2 for sequences (B,T), 1 for one token a sequence (B,)
     vocab_size: int, # number of tokens
 ):
-    "Raise a one-line `ValueError` unless these are tokens of the vocabulary (values are looked at on the CPU only)."
+    "Raise a one-line `ValueError` unless these are tokens of the vocabulary (values: looked at on the CPU only)."
     if tokens.dim() != dims:
-        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {'(B, T)' if dims == 2 else '(B,)'}")
+        expected = "(B, T)" if dims == 2 else "(B,)"
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens has dtype {tokens.dtype}; expected torch.int64 or torch.int32")
     if tokens.device.type == "cpu" and tokens.numel():
@@ -403,7 +404,7 @@ def load_official_state_dict(
     state_dict: dict, # name -> tensor, as the official code's Longhorn or Mamba model saves it
     config: LMConfig, # the model to load it into; no MLP
 ) -> dict:            # name -> tensor, for `SequenceLM(config).load_state_dict`
-    "An official state dict in our names; a one-line `ValueError` if a tensor is missing, unknown or misshapen."
+    "An official state dict in our names; a one-line `ValueError` if a tensor does not fit."
     if config.d_mlp or config.mixer not in ("longhorn", "longhorn_exact", "longhorn_decoupled", "mamba"):
         raise ValueError(f"the official code has no {config.mixer} model with d_mlp={config.d_mlp}")
     state = {re.sub(r"^((_orig_mod|module|transformer)\.)+", "", name): t for name, t in state_dict.items()}
@@ -414,7 +415,8 @@ def load_official_state_dict(
         if not torch.equal(head, state.get("backbone.embedding.weight", head)):
             raise ValueError("lm_head.weight of the official state dict is not its embedding; "
                              "expected equal tensors, or tie_embeddings=False")
-    check_state(state, {official_name(name): tensor for name, tensor in ours.items()}, "the official state dict")
+    expected = {official_name(name): tensor for name, tensor in ours.items()}
+    check_state(state, expected, "the official state dict")
     return {name: state[official_name(name)] for name in ours}
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-060

@@ -52,13 +52,15 @@ def mixer_options(
 def build_mixer(
     name: str,    # a key of `MIXERS`
     d_model: int, # width of the residual stream
+    /,
     **options,    # the mixer's own options
 ) -> nn.Module:
     "The mixer called `name`; unknown names and options are a `ValueError` that lists the known ones."
     known = mixer_options(name)
     for option in options:
         if option not in known:
-            raise ValueError(f"mixer {name!r} has no option {option!r}; its options: {', '.join(known) or 'none'}")
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"mixer {name!r} has no option {option!r}; its options: {listed}")
     return MIXERS[name](d_model, **options)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-026
@@ -169,8 +171,9 @@ class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses give `scan` and `scan_step`."
 
     def run(self, x, cache=None, keep_cache=False):
-        *inputs, past = self.project(x, None if cache is None else cache.conv)
-        out = self.scan(*inputs, initial_state=None if cache is None else cache.S, output_final_state=keep_cache)
+        past, S = (None, None) if cache is None else cache
+        *inputs, past = self.project(x, past)
+        out = self.scan(*inputs, initial_state=S, output_final_state=keep_cache)
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None
 
@@ -182,7 +185,7 @@ class ScanMixer(ScanProjections):
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-039
 class StepSize(nn.Linear):
-    "Step-size logits (..,d_inner) of tokens (..,rank), or (..,1) for the scalar rate, and the bias to add to them."
+    "Logits (..,d_inner) of step sizes from (..,rank), or (..,1) for the scalar rate, and the bias to add."
 
     def __init__(self, rank: int, d_inner: int, rate: str):
         if rate not in ("vector", "scalar"):

@@ -47,8 +47,8 @@ def _check(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, rate="b"
         raise RuntimeError("the Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment before Python starts")
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-008
-def _plan(k, x, cu_seqlens, form, checkpoint_every):
-    return portable_plan(form, *x.shape, k.shape[-1], None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+def _plan(k, x, cu_seqlens, form, checkpoint_every, direction="forward"):
+    return portable_plan(form, *x.shape, k.shape[-1], None if cu_seqlens is None else cu_seqlens.shape[0] - 1, direction,
                          checkpoint_every=checkpoint_every or None)
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-009
@@ -72,7 +72,7 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
 def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor, k: Tensor, x: Tensor, b: Tensor,
                    b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None, A: Tensor | None,
                    cu_seqlens: Tensor | None, form: str, checkpoint_every: int) -> list[Tensor]:
-    plan = _plan(k, x, cu_seqlens, form, checkpoint_every)
+    plan = _plan(k, x, cu_seqlens, form, checkpoint_every, "backward")
     grads = portable_backward(plan, dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, cu_seqlens)
     return [x.new_empty(0) if g is None else g for g in grads]
 

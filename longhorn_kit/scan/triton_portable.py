@@ -122,7 +122,10 @@ def _scan_fwd_kernel(
     slot = pid // ND
     pd = pid % ND
     batch, start, row, length, lo, chunk, seq = _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED)
-    if lo < tl.maximum(length, 1):
+    wanted = lo < tl.maximum(length, 1)
+    if MODE == 1:
+        wanted = lo + LS < length                      # no carry needs the last segment's own state
+    if wanted:
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
@@ -239,7 +242,7 @@ def _adjoint_kernel(
     slot = pid // ND
     pd = pid % ND
     batch, start, row, length, lo, chunk, seq = _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED)
-    if lo < tl.maximum(length, 1):
+    if (lo > 0) & (lo < length):                       # no carry needs the first segment's own adjoint
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
@@ -498,35 +501,33 @@ class PortablePlan:
     def blocks(self): return triton.cdiv(self.D, self.BD)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-014
-SEGMENT = 256          # steps in a segment of time
-FEW_CHANNELS = 65536   # segments are used while batch * channels is below this
+SEGMENT = 256                                          # steps in a segment of time
+FEW_CHANNELS = {"forward": 24576, "backward": 65536}   # segments are used while batch * channels is below this
 
 def portable_plan(
     rule: str,                  # a key of `RULES`
     B: int, T: int, D: int, N: int,
     packed: int | None = None,  # number of packed sequences, None if not packed
+    direction: str = "forward", # "forward" or "backward"
     checkpoint_every: int | None = None, # steps between saved states; None: the fastest
     segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
     block: int | None = None,   # channels of a program; None: by shape
 ) -> PortablePlan:
-    "Block sizes and segments for a shape. Packed sequences are planned as if alone, so that their bits do not depend on the packing."
-    NP = max(4, triton.next_power_of_2(N))
-    BD, warps = block or 32, max(1, NP // 32)
-    C = checkpoint_every or (8 if NP <= 16 else 32)
+    "Block sizes and segments for a shape. A packed sequence is planned as if alone, so that its bits do not depend on its neighbours."
+    NP, small = max(4, triton.next_power_of_2(N)), N <= 16
+    C = checkpoint_every or ((4 if rule in ("s6", "s6_timed", "decoupled") else 8) if small else 32)
     if segment is None:
-        segment = SEGMENT if B * D < FEW_CHANNELS else 0
-    if rule == "exact":
-        segment = 0
-    segment = triton.cdiv(segment, C) * C
-    if segment >= T and packed is None:
-        segment = 0
+        segment = SEGMENT if B * D < FEW_CHANNELS[direction] and (B == 1 or T > SEGMENT) else 0
+    segment = 0 if rule == "exact" else triton.cdiv(segment, C) * C
+    if block is None:
+        block = 32 if direction == "backward" else 16 if rule == "exact" and small else 64
     LS = segment or (triton.cdiv(T, C) + 1) * C
-    n_seq = B if packed is None else packed
     per_sequence = max(1, triton.cdiv(T, LS))
-    slots = B * per_sequence if packed is None else T // LS + packed
-    chunks = B * triton.cdiv(T, C) if packed is None else T // C + packed
-    return PortablePlan(RULES[rule], 3 if rule == "s6_timed" else 2, NP, BD, warps, C, C <= 8 and NP <= 16,
-                        n_seq, T, D, N, B * T, LS, per_sequence, slots, chunks, segment > 0)
+    alone = packed is None
+    return PortablePlan(
+        RULES[rule], 3 if rule == "s6_timed" else 2, NP, block, max(1, NP // 32), C, C <= 8 and small,
+        B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
+        B * triton.cdiv(T, C) if alone else T // C + packed, segment > 0)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-015
 def _last_contiguous(t):

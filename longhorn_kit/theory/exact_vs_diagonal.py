@@ -21,7 +21,7 @@ def transition_matrix(
     k: Tensor,          # (...,N) key
     beta: float = 1.0,  # step size
 ) -> Tensor:            # (...,N,N) transition A of `s <- A s + b`
-    "The matrix by which `step` multiplies the old state of one channel (from the right, as `S A`)."
+    "The matrix `A` by which `step` multiplies the old state, from the right: `S A`."
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape, k.shape[-1])
     return step(identity, k, torch.zeros_like(k), torch.full_like(k[..., :1], beta))
 
@@ -58,7 +58,7 @@ def recall_matrix(
     beta: float = 1.0, # step size
     passes: int = 1,   # how many times the whole list is written
 ) -> Tensor:           # (...,P,P) entry (i,j): the share of value j in the answer to key i
-    "What is recalled for each key after writing all pairs, as a mixture of the values; the identity is perfect."
+    "What each key recalls after writing all pairs, as a mixture of the values; the identity is perfect."
     pairs, state_size = keys.shape[-2:]
     values = torch.eye(pairs, dtype=keys.dtype, device=keys.device)
     S = keys.new_zeros(*keys.shape[:-2], pairs, state_size)
@@ -95,7 +95,7 @@ LEARNERS = {
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-040
 def correlated_keys(
-    cosine: float | Tensor, # cosine between the two keys; a number or any shape that broadcasts to (draws,)
+    cosine: float | Tensor, # cosine between the two keys: a number, or (draws,)
     draws: int,             # how many pairs of keys
     state_size: int,        # N
     generator: torch.Generator | None = None, # source of randomness
@@ -130,5 +130,6 @@ def random_keys(
     state_size: int, # N
     generator: torch.Generator | None = None, # source of randomness
 ) -> Tensor:         # (draws,P,N) keys of squared length N
-    "Keys in independent random directions, all of squared length N, so that each coordinate has variance 1."
-    return state_size**0.5 * normalize(torch.randn(draws, pairs, state_size, generator=generator), dim=-1)
+    "Keys in independent random directions, of squared length N, so that each coordinate has variance 1."
+    directions = torch.randn(draws, pairs, state_size, generator=generator)
+    return state_size**0.5 * normalize(directions, dim=-1)

@@ -27,14 +27,14 @@ SYMBOLS = {symbol.name: symbol for symbol in (
     Symbol("B", "B", "", "batch: sequences side by side"),
     Symbol("T", "T", "", "time: steps of a sequence", official="L"),
     Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
-    Symbol("N", "N", "", "size of a key: the state has N numbers for each channel", "m", "dstate"),
+    Symbol("N", "N", "", "size of a key: N state entries a channel", "m", "dstate"),
     Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
     Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
     Symbol("x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"),
     Symbol("b", "b_t", "B,T,D", "step-size logit, before the sigmoid", official="dt (B,D,L)"),
     Symbol("b_bias", "b_0", "D", "learned offset of the logits", official="t_bias (D)"),
-    Symbol("beta", r"\beta_t", "B,T,D", "step size in (0,1): how much the pair matters", r"\beta_t", "dt"),
-    Symbol("eps", r"\varepsilon_t", "B,T,D", "effective rate of the write", r"\varepsilon_t, \Delta_t", "dt"),
+    Symbol("beta", r"\beta_t", "B,T,D", "step size in (0,1): weight of the pair", r"\beta_t", "dt"),
+    Symbol("eps", r"\varepsilon_t", "B,T,D", "effective rate", r"\varepsilon_t, \Delta_t", "dt"),
     Symbol("S", "S_t", "B,D,N", "state: the memory", "S_t", "x, ssm_state (B,D,N)"),
     Symbol("D_skip", "d", "D", "weight of the direct path from input to output", official="D (D)"),
     Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
@@ -46,7 +46,8 @@ def symbol_table() -> str: # Markdown
     "The symbol table as Markdown, a line for every symbol."
     rows = ["| code | formula | shape | meaning | paper | official code |", "|---" * 6 + "|"]
     for s in SYMBOLS.values():
-        paper, official = f"${s.paper}$" if s.paper else "–", f"`{s.official}`" if s.official else "–"
+        paper = f"${s.paper}$" if s.paper else "–"
+        official = f"`{s.official}`" if s.official else "–"
         shape = f"({s.shape})" if s.shape else "size"
         rows.append(f"| `{s.name}` | ${s.formula}$ | {shape} | {s.meaning} | {paper} | {official} |")
     return "\n".join(rows)
@@ -65,15 +66,16 @@ def swap_layout(
     t: Tensor, # (B,T,C) ours, or (B,C,L) official
 ) -> Tensor:   # (B,C,L) or (B,T,C)
     "The other layout of a sequence: time and channels change places, in fresh contiguous memory."
-    if t.dim() != 3: raise ValueError(f"swap_layout got shape {tuple(t.shape)}; expected three dimensions")
+    if t.dim() != 3: raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-034
 def _expect(**given):
-    "ValueError if a tensor's shape is not the expected one; `given` is name=(tensor or None, shape, reason)."
+    "ValueError if a shape is not the expected one; `given` is name=(tensor or None, shape, reason)."
     for name, (t, shape, reason) in given.items():
-        if t is not None and tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; expected {tuple(shape)} to match {reason}")
+        if t is not None and t.shape != torch.Size(shape):
+            got, want = tuple(t.shape), tuple(shape)
+            raise ValueError(f"{name} has shape {got}; expected {want} to match {reason}")
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-036
 def to_official(
@@ -87,13 +89,14 @@ def to_official(
 ) -> dict[str, Tensor | None]:   # u, q, k, dt, D, t_bias, z, in the official order
     "The arguments of `longhorn_scan` in the official code's names, order and layout."
     if q.dim() != 3 or x.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)")
+        raise ValueError(f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; "
+                         "expected (B,T,N) and (B,T,D)")
     B, T, D = x.shape
     rate = (B, T, 1) if b.shape[-1:] == (1,) else x.shape
-    _expect(q=(q, (B, T, q.shape[-1]), "x"), k=(k, q.shape, "q"), b=(b, rate, "x"), z=(z, x.shape, "x"),
-            b_bias=(b_bias, (D,), "x"), D_skip=(D_skip, (D,), "x"))
-    return dict(u=swap_layout(x), q=swap_layout(q), k=swap_layout(k), dt=swap_layout(b.expand(B, T, D)),
-                D=D_skip, t_bias=b_bias, z=None if z is None else swap_layout(z))
+    _expect(q=(q, (B, T, q.shape[-1]), "x"), k=(k, q.shape, "q"), b=(b, rate, "x"),
+            z=(z, x.shape, "x"), b_bias=(b_bias, (D,), "x"), D_skip=(D_skip, (D,), "x"))
+    return dict(u=swap_layout(x), q=swap_layout(q), k=swap_layout(k),
+                dt=swap_layout(b.expand(B, T, D)), D=D_skip, t_bias=b_bias, z=None if z is None else swap_layout(z))
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-037
 def from_official(
@@ -105,11 +108,12 @@ def from_official(
     t_bias: Tensor | None=None,  # (D,)
     z: Tensor | None=None,       # (B,D,L) gate
 ) -> dict[str, Tensor | None]:   # q, k, x, b, b_bias, D_skip, z, in the kit's order
-    "The arguments of the official scan in the kit's names, order and layout; the inverse of `to_official`."
+    "The official scan's arguments in the kit's names, order and layout: undoes `to_official`."
     if q.dim() != 3 or u.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)")
+        raise ValueError(f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; "
+                         "expected (B,N,L) and (B,D,L)")
     B, channels, L = u.shape
-    _expect(q=(q, (B, q.shape[1], L), "u"), k=(k, q.shape, "q"), dt=(dt, u.shape, "u"), z=(z, u.shape, "u"),
-            t_bias=(t_bias, (channels,), "u"), D=(D, (channels,), "u"))
+    _expect(q=(q, (B, q.shape[1], L), "u"), k=(k, q.shape, "q"), dt=(dt, u.shape, "u"),
+            z=(z, u.shape, "u"), t_bias=(t_bias, (channels,), "u"), D=(D, (channels,), "u"))
     return dict(q=swap_layout(q), k=swap_layout(k), x=swap_layout(u), b=swap_layout(dt),
                 b_bias=t_bias, D_skip=D, z=None if z is None else swap_layout(z))

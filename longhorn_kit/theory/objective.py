@@ -60,27 +60,27 @@ def minimise_quadratic(
     f: Callable, # f(S) -> (...) quadratic in S; S may carry one more leading dimension
     S: Tensor,   # (...,D,N) any point: gives shape and dtype
 ) -> Tensor:     # (...,D,N) minimiser
-    "The minimiser of a quadratic `f` by one dense solve; ValueError if `f` is not quadratic or has no unique minimum."
-    M = S.shape[-2] * S.shape[-1]
-    units = torch.eye(M, dtype=S.dtype).view(M, *[1] * (S.dim() - 2), *S.shape[-2:]).expand(M, *S.shape)
+    "The minimiser of a quadratic `f` by one dense solve; ValueError if there is none or `f` is another kind."
+    M, lead = S.shape[-2:].numel(), [1] * (S.dim() - 2)
+    units = torch.eye(M, dtype=S.dtype).view(M, *lead, *S.shape[-2:]).expand(M, *S.shape)
     g = gradient_of(f, torch.cat([torch.zeros_like(S)[None], units])).flatten(-2)  # (M+1,...,M)
     hessian = (g[1:] - g[0]).movedim(0, -1)
     solution = torch.linalg.solve_ex(hessian, -g[0])[0].view_as(S)
     rest, scale = gradient_of(f, solution).abs().max(), g.abs().max()
     if not rest <= 1e-6 * scale:
-        raise ValueError(f"not quadratic, or without a minimum: the gradient at the solution is {rest:.1e}")
+        raise ValueError(f"not quadratic, or without a minimum: gradient {rest:.1e} at the solution")
     if not (torch.linalg.eigvalsh(hessian) > 0).all():
         raise ValueError("no unique minimum: the Hessian is not positive definite")
     return solution
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-026
 def minimise_descent(
-    f: Callable,             # f(S) -> (...) smooth and convex, one value for each problem of a batch
+    f: Callable,             # f(S) -> (...) smooth and convex, one value for each problem
     S: Tensor,               # (...,D,N) starting point
     tolerance: float=1e-10,  # largest gradient entry at the end, relative to the one at the start
     max_steps: int=5000,
 ) -> Tensor:                 # (...,D,N) minimiser
-    "The minimiser of `f` by gradient descent with Barzilai-Borwein steps; RuntimeError if the gradient stays."
+    "The minimiser of `f` by Barzilai-Borwein gradient descent; RuntimeError if the gradient stays."
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * max(g.abs().max().item(), 1.0)
     for _ in range(max_steps):
@@ -91,7 +91,7 @@ def minimise_descent(
         curvature = (dS * dg).sum((-2, -1), keepdim=True)
         step = torch.where(curvature > 0, dS.square().sum((-2, -1), keepdim=True) / curvature, step)
         S, g = S_next, g_next
-    raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent; the goal was {goal:.1e}")
+    raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-028
 def _names(
@@ -101,6 +101,13 @@ def _names(
     return list(inspect.signature(term).parameters)
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-029
+def _check_sizes(S, k, x):
+    "ValueError unless key and value have the sizes of the state's rows and columns."
+    if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
+        raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
+                         f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
+
+# %% ../../nbs/theory/01_objective.ipynb #01_objective-030
 class Objective:
     "A distance plus a loss: what one step of a sequence layer minimises over its next state S."
     def __init__(
@@ -119,28 +126,28 @@ class Objective:
         "The objective's value (...) at the candidate state `S`."
         if set(params) != set(self.params):
             raise ValueError(f"{self.name} takes the parameters {self.params}; got {sorted(params)}")
-        if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
-            raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected (...,{S.shape[-1]}) "
-                             f"and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
+        _check_sizes(S, k, x)
         given = dict(S=S, S_prev=S_prev, k=k, x=x, **params)
-        return sum(term(**{name: given[name] for name in _names(term)}) for term in (self.distance, self.loss))
+        ask = lambda term: term(**{name: given[name] for name in _names(term)})
+        return ask(self.distance) + ask(self.loss)
 
     def gradient(self, S, S_prev, k, x, **params) -> Tensor:
         "The gradient (...,D,N) with respect to `S`, by automatic differentiation."
         return gradient_of(lambda S: self(S, S_prev, k, x, **params), S)
 
     def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
-        "The minimiser (...,D,N), in float64: by a dense solve, or with method='descend' by gradient descent."
+        "The minimiser (...,D,N) in float64, by a dense solve or (method='descend') by descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
-        if method not in methods: raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
+        if method not in methods:
+            raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
         S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         return methods[method](lambda S: self(S, S_prev, k, x, **params), S_prev)
 
-# %% ../../nbs/theory/01_objective.ipynb #01_objective-030
+# %% ../../nbs/theory/01_objective.ipynb #01_objective-031
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")
 
-# %% ../../nbs/theory/01_objective.ipynb #01_objective-037
+# %% ../../nbs/theory/01_objective.ipynb #01_objective-038
 def tangent_loss(
     S: Tensor,      # (...,D,N) candidate state
     S_prev: Tensor, # (...,D,N) previous state
@@ -152,10 +159,10 @@ def tangent_loss(
     slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev)
     return recall_loss(S_prev, k, x, beta) + (slope * (S - S_prev)).sum((-2, -1))
 
-# %% ../../nbs/theory/01_objective.ipynb #01_objective-038
+# %% ../../nbs/theory/01_objective.ipynb #01_objective-039
 EXPLICIT = Objective(proximity, tangent_loss, "explicit step")
 
-# %% ../../nbs/theory/01_objective.ipynb #01_objective-050
+# %% ../../nbs/theory/01_objective.ipynb #01_objective-051
 def trajectory(
     step: Callable, # step(S, k, x, **params) -> next S
     S: Tensor,      # (...,D,N) initial state

@@ -1,0 +1,468 @@
+"""The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
+import errno
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mambapy.mamba import MambaBlock, MambaConfig
+
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
+from longhorn_kit.models.lm import (count_parameters, load_official_state_dict, match_parameters, official_name,
+                                    sample_next)
+
+NAMES = sorted(MIXERS)
+
+
+def make(seed=0, **options):
+    torch.manual_seed(seed)
+    return SequenceLM(LMConfig(**{**dict(vocab_size=40, d_model=16, n_layer=2), **options}))
+
+
+# Training and decoding
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4, deadline=None)
+@given(prompt=st.integers(1, 9), steps=st.integers(1, 6), d_mlp=st.sampled_from([0, 24]), tied=st.booleans())
+def test_prompt_and_steps_equal_one_pass(name, prompt, steps, d_mlp, tied):
+    model = make(mixer=name, d_mlp=d_mlp, tie_embeddings=tied)
+    tokens = torch.randint(40, (2, prompt + steps))
+    with torch.no_grad():
+        logits, cache = model.prefill(tokens[:, :prompt])
+        parts = [logits]
+        for t in range(prompt, prompt + steps):
+            logits, cache = model.step(tokens[:, t], cache)
+            parts.append(logits[:, None])
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_steps_can_start_from_an_empty_cache():
+    model, tokens = make(), torch.randint(40, (3, 2))
+    with torch.no_grad():
+        logits, _ = model.step(tokens[:, 0], model.empty_cache(3))
+        torch.testing.assert_close(logits, model(tokens)[:, 0])
+        last, _ = model.prefill(tokens, last_only=True)
+        torch.testing.assert_close(last, model(tokens)[:, -1:])
+
+
+def test_loss_is_the_mean_negative_log_probability_of_the_targets():
+    model, tokens, targets = make(), torch.randint(40, (2, 7)), torch.randint(40, (2, 7))
+    targets[0, 3] = targets[1, 0] = -100
+    logits, loss = model(tokens, targets)
+    terms = [-math.log(math.exp(row[target]) / sum(math.exp(v) for v in row))
+             for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist()) if target != -100]
+    assert len(terms) == 12 and abs(loss.item() - sum(terms) / 12) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_weights_and_autocast(name):
+    model, tokens = make(mixer=name, d_mlp=24), torch.randint(40, (2, 9))
+    plain, stream = model(tokens), []
+    model.blocks[1].register_forward_hook(lambda block, inputs, h: stream.append(h.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens, tokens)
+    loss.backward()
+    half = make(mixer=name, d_mlp=24).to(torch.bfloat16)
+    half.blocks[1].register_forward_hook(lambda block, inputs, h: stream.append(h.dtype))
+    torch.testing.assert_close(half(tokens).float(), plain, atol=0.05, rtol=0.1)
+    torch.testing.assert_close(logits.float(), plain, atol=0.05, rtol=0.1)
+    assert loss.dtype is torch.float32 and stream == [torch.float32] * 2, "the residual stream is float32"
+    assert half.generate(tokens, 3, temperature=0).shape == (2, 12)
+
+
+def test_dropout_is_for_training_alone():
+    model, tokens = make(dropout=0.5, d_mlp=24), torch.randint(40, (1, 9))
+    assert not torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), "decoding never drops out"
+    torch.testing.assert_close(model.eval()(tokens), model.prefill(tokens)[0])
+
+
+def test_fresh_weights_have_the_stated_sizes():
+    torch.manual_seed(0)
+    model = SequenceLM(LMConfig(vocab_size=500, d_model=96, n_layer=8, d_mlp=64))
+    assert abs(model.embedding.weight.std().item() / 0.02 - 1) < 0.05
+    for name, weight in model.named_parameters():
+        if name.endswith(("in_proj.weight", "out_proj.weight")):
+            writers = 16 if name.endswith("out_proj.weight") else 1
+            assert abs(weight.std().item() * math.sqrt(3 * weight.shape[1] * writers) - 1) < 0.1, name
+
+
+# Parameter counts
+
+@pytest.mark.parametrize("d_model, n_layer, mixer, millions", [
+    (768, 24, "mamba", 129.15), (768, 24, "longhorn", 128.56), (1024, 48, "mamba", 371.54), (1024, 48, "longhorn", 369.97)])
+def test_published_parameter_counts(d_model, n_layer, mixer, millions):
+    assert round(count_parameters(LMConfig(50304, d_model, n_layer, mixer)) / 1e6, 2) == millions
+
+
+@settings(max_examples=12, deadline=None)
+@given(mixer=st.sampled_from(NAMES), base=st.sampled_from(NAMES), d_model=st.sampled_from([64, 96, 128]),
+       d_mlp=st.sampled_from([0, 160]), n_layer=st.integers(1, 4))
+def test_models_of_all_kinds_can_be_matched(mixer, base, d_model, d_mlp, n_layer):
+    target = count_parameters(LMConfig(256, d_model, n_layer, base, d_mlp=d_mlp))
+    matched = match_parameters(LMConfig(256, d_model, n_layer, mixer, d_mlp=d_mlp), target)
+    assert abs(SequenceLM(matched).num_parameters() / target - 1) <= 0.01
+    assert (matched.mixer, matched.n_layer, matched.vocab_size) == (mixer, n_layer, 256)
+
+
+def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
+    config = LMConfig(256, 64, 2)
+    assert match_parameters(config, count_parameters(config) + 3) is config
+    with pytest.raises(ValueError, match="no longhorn model within 1.0% of 10 parameters; nearest: "):
+        match_parameters(config, 10)
+
+
+# Generation
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_same_tokens(name):
+    model, prompt = make(mixer=name), torch.randint(40, (2, 3))
+    torch.manual_seed(1)
+    first = model.generate(prompt, 12, seed=5)
+    torch.manual_seed(2)
+    assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator plays no part"
+    assert not torch.equal(first, model.generate(prompt, 12, seed=6))
+    assert torch.equal(first, torch.cat([prompt, torch.stack(list(model.stream(prompt, 12, seed=5)), 1)], 1))
+
+
+def test_greedy_is_the_best_token_at_every_step():
+    model, prompt = make(), torch.randint(40, (2, 3))
+    out = model.generate(prompt, 9, temperature=0)
+    for t in range(3, 12):
+        assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
+    for options in (dict(top_k=1, seed=0), dict(top_p=1e-9, seed=0), dict(temperature=1e-6, seed=0)):
+        assert torch.equal(out, model.generate(prompt, 9, **options)), options
+
+
+def test_no_new_tokens_is_the_prompt():
+    prompt = torch.randint(40, (2, 3), dtype=torch.int32)
+    assert torch.equal(make().generate(prompt, 0), prompt)
+    assert make().generate(prompt, 2).dtype is torch.int32
+
+
+@settings(max_examples=25, deadline=None)
+@given(logits=st.lists(st.integers(-12, 12), min_size=2, max_size=9, unique=True), k=st.integers(1, 10),
+       p=st.floats(0.05, 1.0), temperature=st.floats(0.5, 2.0))
+def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
+    "The set of top-k, then of top-p within it, by a plain loop over sorted probabilities."
+    scaled = torch.tensor(logits, dtype=torch.float64) / 4 / temperature
+    best = scaled.argsort(descending=True)[:k].tolist()
+    weights = [math.exp(scaled[i]) for i in best]
+    kept, mass = [], 0.0
+    for token, weight in zip(best, weights):
+        if mass >= p - 1e-6 and kept:
+            break
+        kept.append(token)
+        mass += weight / sum(weights)
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.tensor(logits, dtype=torch.float32) / 4).expand(2000, -1)
+    drawn = sample_next(rows, temperature, k, p, generator)
+    assert set(drawn.tolist()) <= set(kept)
+    for token, weight in zip(kept, weights):
+        share = weight / sum(weights[: len(kept)])
+        assert abs((drawn == token).float().mean().item() - share) < 5 * math.sqrt(share / 2000) + 0.002
+
+
+def test_equal_logits_do_not_break_the_settings():
+    flat, generator = torch.zeros(500, 6), torch.Generator().manual_seed(0)
+    assert len(sample_next(flat, 1.0, None, 1.0, generator).unique()) == 6
+    assert len(sample_next(flat, 1.0, 2, None, generator).unique()) == 2
+    assert len(sample_next(flat, 1.0, None, 0.5, generator).unique()) == 3
+    assert torch.equal(sample_next(flat, top_k=1), flat.argmax(-1))
+
+
+# Files
+
+def test_round_trip(tmp_path):
+    model = make(mixer="longhorn_exact", mixer_options=dict(d_state=4), d_mlp=24, dropout=0.1)
+    model.save_pretrained(tmp_path / "a" / "b")
+    again = SequenceLM.from_pretrained(str(tmp_path / "a" / "b"))
+    assert again.config == model.config and not again.training
+    assert {n: p.requires_grad for n, p in again.named_parameters()} == {n: True for n, _ in model.named_parameters()}
+    assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values()))
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["config.json", "model.safetensors"]
+
+
+def test_tied_weights_are_saved_once(tmp_path):
+    from safetensors.torch import load_file
+    for tied in (True, False):
+        model = make(tie_embeddings=tied)
+        model.save_pretrained(tmp_path)
+        names = load_file(tmp_path / "model.safetensors").keys()
+        assert ("lm_head.weight" in names) is not tied and "embedding.weight" in names
+        assert SequenceLM.from_pretrained(tmp_path).num_parameters() == model.num_parameters()
+
+
+def test_dtype_is_kept_or_chosen(tmp_path):
+    make().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is torch.bfloat16
+    assert SequenceLM.from_pretrained(tmp_path, dtype=torch.float32).norm.weight.dtype is torch.float32
+
+
+def damage(folder, how):
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "empty":
+        weights.write_bytes(b"")
+    elif how == "garbage":
+        weights.write_bytes(os.urandom(5000))
+    elif how == "json":
+        config.write_text('{"vocab_size": ')
+    elif how == "bytes":
+        config.write_bytes(b"\xff\xfe\x00")
+    elif how == "key":
+        config.write_text('{"vocab": 12}')
+    elif how == "value":
+        config.write_text('{"n_layer": "two"}')
+    elif how == "list":
+        config.write_text("[1, 2]")
+    elif how == "other config":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "d_model": 32}))
+    return "config.json" if how in ("json", "bytes", "key", "value", "list") else "model.safetensors"
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "garbage", "json", "bytes", "key", "value", "list", "other config"])
+def test_a_damaged_model_names_the_file(tmp_path, how):
+    make().save_pretrained(tmp_path)
+    culprit = damage(tmp_path, how)
+    with pytest.raises(ValueError, match=culprit) as error:
+        SequenceLM.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(tmp_path, missing):
+    make().save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=missing):
+        SequenceLM.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SequenceLM.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda state: state.pop("norm.weight"), "lacks norm.weight"),
+    (lambda state: state.update(extra=torch.zeros(2)), "has extra, which this model does not have"),
+    (lambda state: state.update({"norm.weight": torch.zeros(3)}), r"norm.weight in .* has shape \(3,\); expected \(16,\)"),
+])
+def test_weights_of_another_model_are_refused(tmp_path, change, message):
+    from safetensors.torch import load_file, save_file
+    make().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as error:
+        SequenceLM.from_pretrained(tmp_path)
+    assert "model.safetensors" in str(error.value)
+
+
+@pytest.mark.parametrize("stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop):
+    old = make()
+    old.save_pretrained(tmp_path)
+
+    def half_a_save(state, path, metadata):
+        path.write_bytes(b"half")
+        raise stop
+
+    monkeypatch.setattr(lm, "save_file", half_a_save)
+    with pytest.raises(type(stop)) as error:
+        make(seed=1).save_pretrained(tmp_path)
+    if isinstance(stop, OSError):
+        assert "model.safetensors" in str(error.value) and "No space left" in str(error.value)
+    monkeypatch.undo()
+    again = SequenceLM.from_pretrained(tmp_path)
+    assert torch.equal(again.embedding.weight, old.embedding.weight)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"], "no temporary file is left"
+
+
+def test_a_file_appears_only_when_it_is_whole(tmp_path, monkeypatch):
+    def no_move(part, path):
+        assert not path.exists() and part.parent == path.parent, "same folder, so that the move is one step"
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(lm.os, "replace", no_move)
+    with pytest.raises(OSError, match="model.safetensors could not be written"):
+        make().save_pretrained(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# Checkpoints of the official code
+
+def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
+    "Names and shapes of the official code's parameters."
+    D, R = expand * d, math.ceil(d / 16)
+    rate, top = {"longhorn": "dt_head", "mamba": "dt_proj"}[mixer], "transformer."
+    shapes = {top + "backbone.embedding.weight": (V, d), top + "backbone.norm_f.weight": (d,), top + "lm_head.weight": (V, d)}
+    for i in range(L):
+        layer = f"{top}backbone.layers.{i}."
+        shapes |= {layer + "norm.weight": (d,), **{layer + "mixer." + name: shape for name, shape in {
+            "in_proj.weight": (2 * D, d), "conv1d.weight": (D, 1, W), "conv1d.bias": (D,),
+            "x_proj.weight": (R + 2 * N, D), rate + ".weight": (D, R), rate + ".bias": (D,),
+            "D": (D,), "out_proj.weight": (d, D)}.items()}}
+        if mixer == "mamba":
+            shapes[layer + "mixer.A_log"] = (D, N)
+    return shapes
+
+
+def official_weights(seed=0, **sizes):
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in official_shapes(**sizes).items()}
+    state["transformer.lm_head.weight"] = state["transformer.backbone.embedding.weight"]
+    return state
+
+
+def rms(h, weight):
+    return h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def official_mixer(w, h, N):
+    "The official Longhorn layer in float64 and its own layout: channels before time, keys (B,N,T)."
+    R, D = w["dt_head.weight"].shape[1], w["out_proj.weight"].shape[1]
+    B, T, _ = h.shape
+    u, z = torch.einsum("ed,btd->bet", w["in_proj.weight"], h).split(D, 1)
+    u = F.silu(F.conv1d(F.pad(u, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=D))
+    dt, k, q = torch.einsum("ed,bdt->bet", w["x_proj.weight"], u).split([R, N, N], 1)
+    dt = torch.sigmoid(torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None])
+    dt = dt / (1 + dt * k.square().sum(1, keepdim=True))
+    x, ys = torch.zeros(B, D, N, dtype=h.dtype), []
+    for t in range(T):
+        keep = 1 - torch.einsum("bd,bn->bdn", dt[..., t], k[..., t].square())
+        x = keep * x + torch.einsum("bd,bn->bdn", dt[..., t] * u[..., t], k[..., t])
+        ys.append(torch.einsum("bdn,bn->bd", x, q[..., t]))
+    y = (torch.stack(ys, -1) + w["D"][:, None] * u) * F.silu(z)
+    return torch.einsum("ed,bdt->bte", w["out_proj.weight"], y)
+
+
+def official_logits(state, tokens, L, mixer):
+    w = {name.removeprefix("transformer."): tensor.double() for name, tensor in state.items()}
+    h = w["backbone.embedding.weight"][tokens]
+    for i in range(L):
+        layer = f"backbone.layers.{i}."
+        own = {name.removeprefix(layer + "mixer."): tensor for name, tensor in w.items() if name.startswith(layer + "mixer.")}
+        h = h + mixer(own, rms(h, w[layer + "norm.weight"]))
+    return rms(h, w["backbone.norm_f.weight"]) @ w["lm_head.weight"].T
+
+
+def test_official_longhorn_computes_the_same():
+    sizes = dict(V=23, d=20, L=3, N=5)
+    state, tokens = official_weights(**sizes), torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
+    model = SequenceLM(LMConfig(23, 20, 3, "longhorn", dict(d_state=5)))
+    model.load_state_dict(load_official_state_dict(state, model.config))
+    expected = official_logits(state, tokens, 3, lambda w, h: official_mixer(w, h, 5))
+    torch.testing.assert_close(model(tokens).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_official_mamba_computes_the_same():
+    def mixer(w, h):
+        block = MambaBlock(MambaConfig(20, 1, d_state=5)).double()
+        block.load_state_dict(w)
+        return block(h)
+    state, tokens = official_weights(V=23, d=20, L=2, N=5, mixer="mamba"), torch.randint(23, (2, 13))
+    model = SequenceLM(LMConfig(23, 20, 2, "mamba", dict(d_state=5)))
+    model.load_state_dict(load_official_state_dict(state, model.config))
+    torch.testing.assert_close(model(tokens).double(), official_logits(state, tokens, 2, mixer), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+def test_wrappers_leave_a_prefix(prefix):
+    config, state = LMConfig(23, 20, 2, mixer_options=dict(d_state=5)), official_weights(V=23, d=20, L=2, N=5)
+    wrapped = {prefix + name.removeprefix("" if prefix else "transformer."): t for name, t in state.items()}
+    ours = load_official_state_dict(wrapped, config)
+    assert torch.equal(ours["blocks.1.mixer.D_skip"], state["transformer.backbone.layers.1.mixer.D"])
+    assert official_name("blocks.1.mixer.b_proj.bias") == "backbone.layers.1.mixer.dt_head.bias"
+
+
+def test_untied_official_head_is_kept():
+    state = official_weights(V=23, d=20, L=1, N=5)
+    state["transformer.lm_head.weight"] = torch.randn(23, 20)
+    options = dict(vocab_size=23, d_model=20, n_layer=1, mixer_options=dict(d_state=5))
+    ours = load_official_state_dict(state, LMConfig(**options, tie_embeddings=False))
+    assert torch.equal(ours["lm_head.weight"], state["transformer.lm_head.weight"])
+    with pytest.raises(ValueError, match="is not its embedding"):
+        load_official_state_dict(state, LMConfig(**options))
+
+
+NORM = "transformer.backbone.layers.1.norm.weight"
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda state: state.pop(NORM), "lacks backbone.layers.1.norm.weight"),
+    (lambda state: state.update({"transformer.backbone.layers.2.norm.weight": torch.ones(20)}), "has backbone.layers.2.norm"),
+    (lambda state: state.update({NORM: torch.ones(21)}), r"has shape \(21,\); expected \(20,\)"),
+])
+def test_official_state_that_does_not_fit_is_refused(change, message):
+    state = official_weights(V=23, d=20, L=2, N=5)
+    change(state)
+    with pytest.raises(ValueError, match=message) as error:
+        load_official_state_dict(state, LMConfig(23, 20, 2, mixer_options=dict(d_state=5)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [dict(mixer="attention"), dict(mixer="longhorn_scalar"), dict(d_mlp=8)])
+def test_official_code_has_no_such_model(options):
+    with pytest.raises(ValueError, match="the official code has no"):
+        load_official_state_dict({}, LMConfig(23, 20, 1, **options))
+
+
+# Bad input
+
+@pytest.mark.parametrize("options, message", [
+    (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, longhorn"),
+    (dict(mixer=3), "mixer is 3; expected a str"),
+    (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
+    (dict(d_model=16.0), "d_model is 16.0; expected an integer"),
+    (dict(n_layer=True), "n_layer is True; expected an integer"),
+    (dict(d_mlp=-4), "d_mlp is -4; expected an integer"),
+    (dict(dropout=1.0), "dropout is 1.0; expected a number of at least 0 and below 1"),
+    (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"),
+    (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
+    (dict(mixer_options=[8]), r"mixer_options is \[8\]; expected a dict"),
+    (dict(mixer_options=dict(rate="matrix")), "rate is 'matrix'; expected vector or scalar"),
+    (dict(mixer_options=dict(d_model=8)), "no option 'd_model'"),
+    (dict(mixer_options={3: 8}), "no option '3'"),
+    (dict(mixer="attention", mixer_options=dict(rope_base="1e4")), "rope_base is '1e4'; expected a number above 0"),
+    (dict(mixer="attention", d_model=15), "d_model is 15; rotary positions need an even size"),
+])
+def test_a_wrong_config_is_told_in_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        LMConfig(**options)
+    assert "\n" not in str(error.value)
+
+
+TOKENS = torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (lambda m: m(TOKENS[0]), r"tokens has shape \(3,\); expected \(B, T\)"),
+    (lambda m: m(TOKENS.float()), "tokens has dtype torch.float32; expected torch.int64 or torch.int32"),
+    (lambda m: m(TOKENS + 40), "tokens has values from 40 to 40; expected 0 to 39"),
+    (lambda m: m(TOKENS - 1), "tokens has values from -1 to -1"),
+    (lambda m: m(TOKENS, TOKENS[:, 1:]), r"targets has shape \(2, 2\); expected \(2, 3\) to match tokens"),
+    (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
+    (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
+    (lambda m: m.generate(TOKENS, -1), "n_new is -1; expected an integer of at least 0"),
+    (lambda m: m.generate(TOKENS, 2.0), "n_new is 2.0; expected an integer"),
+    (lambda m: m.generate(TOKENS, 2, temperature=-0.5), "temperature is -0.5; expected a number of at least 0"),
+    (lambda m: m.generate(TOKENS, 2, temperature=math.nan), "temperature is nan"),
+    (lambda m: m.generate(TOKENS, 2, top_k=0), "top_k is 0; expected an integer of at least 1"),
+    (lambda m: m.generate(TOKENS, 2, top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"),
+    (lambda m: m.generate(TOKENS, 2, top_p=1.5), "top_p is 1.5"),
+    (lambda m: LMConfig.from_dict({"vocab": 3}), "config has no key 'vocab'; known keys: vocab_size, d_model"),
+    (lambda m: match_parameters(m.config, 0), "target is 0; expected an integer of at least 1"),
+])
+def test_mistakes_are_told_in_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        wrong(make())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configs_survive_json(name):
+    config = LMConfig(mixer=name, dropout=0.1, d_mlp=3)
+    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

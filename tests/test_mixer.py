@@ -1,0 +1,260 @@
+"""Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.models import MIXERS, Longhorn
+from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, causal_conv, mixer_options, register_mixer
+
+NAMES = sorted(MIXERS)
+SCANS = [name for name in NAMES if name != "attention"]
+
+
+def make(name, d_model=16, seed=0, **options):
+    torch.manual_seed(seed)
+    layer = build_mixer(name, d_model, **options)
+    for parameter in layer.parameters():  # no zero or one left that could hide a missing term
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return layer
+
+
+def in_pieces(layer, h, lengths, cache=None):
+    parts, start = [], 0
+    for length in lengths:
+        if length == 0:
+            y_t, cache = layer.step(h[:, start], cache or layer.empty_cache(len(h), h.device, h.dtype))
+            y, length = y_t[:, None], 1
+        else:
+            y, cache = layer.prefill(h[:, start : start + length], cache)
+        parts.append(y)
+        start += length
+    assert start == h.shape[1]
+    return torch.cat(parts, 1), cache
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=6, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6), batch=st.integers(1, 3))
+def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch):
+    "A length of zero stands for a single `step`."
+    layer = make(name)
+    h = torch.randn(batch, sum(max(length, 1) for length in lengths), 16)
+    with torch.no_grad():
+        pieces, _ = in_pieces(layer, h, lengths)
+        torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("options", [dict(d_state=3, d_conv=1, expand=1), dict(d_state=5, d_conv=2, expand=3), dict(d_conv=7)])
+def test_odd_sizes_decode_too(name, options):
+    layer, h = make(name, 13, **options), torch.randn(2, 9, 13)
+    with torch.no_grad():
+        pieces, _ = in_pieces(layer, h, [1, 0, 3, 0, 2, 0])
+        torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=5, deadline=None)
+@given(steps=st.integers(2, 17), data=st.data())
+def test_outputs_do_not_depend_on_later_tokens(name, steps, data):
+    t = data.draw(st.integers(0, steps - 1))
+    layer, h = make(name), torch.randn(1, steps, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(h)[0, t].square().sum(), h)
+    assert (grad[0, t + 1 :] == 0).all()
+    assert grad[0, t].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_flow_through_the_cache(name):
+    "Two prefills in a row have the gradients of one pass: the state passes them on."
+    layer, h = make(name), torch.randn(2, 11, 16)
+    whole, cut = h.clone().requires_grad_(), h.clone().requires_grad_()
+    layer(whole)[:, 6:].square().sum().backward()
+    whole_weights = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    _, cache = layer.prefill(cut[:, :6])
+    layer.prefill(cut[:, 6:], cache)[0].square().sum().backward()
+    torch.testing.assert_close(cut.grad, whole.grad, atol=1e-5, rtol=1e-4)
+    for n, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, whole_weights[n], atol=1e-4, rtol=1e-4, msg=lambda m: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_can_be_continued_twice(name):
+    layer, h = make(name), torch.randn(2, 9, 16)
+    with torch.no_grad():
+        _, cache = layer.prefill(h[:, :5])
+        before = copy.deepcopy(cache)
+        first = layer.step(h[:, 5], cache)[0]
+        layer.prefill(h[:, 5:], cache)
+        assert all(torch.equal(a, b) for a, b in zip(before, cache))
+        assert torch.equal(layer.step(h[:, 5], cache)[0], first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_of_a_batch_are_independent(name):
+    layer, h = make(name), torch.randn(3, 8, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(h)[1:2], layer(h[1:2]), atol=1e-6, rtol=1e-5)
+
+
+def dense_longhorn(layer, h, form):
+    "The layer in float64 from its defining objective: a linear solve for every channel, no closed form, no scan."
+    w = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    h, (T, D, N) = h.double(), (h.shape[0], layer.d_inner, layer.d_state)
+    S, outputs = torch.zeros(D, N, dtype=torch.float64), []
+    raw, taps = h @ w["in_proj.weight"].T, w["conv1d.weight"].shape[-1]
+    for t in range(T):
+        x = w["conv1d.bias"].clone()
+        for j in range(taps):
+            if t - j >= 0:
+                x += w["conv1d.weight"][:, 0, taps - 1 - j] * raw[t - j, :D]
+        x = x * torch.sigmoid(x)
+        low, k, q = (w["x_proj.weight"] @ x).split([layer.rank, N, N])
+        beta = torch.sigmoid(w["b_proj.weight"] @ low + w["b_proj.bias"]).expand(D)
+        new = torch.empty_like(S)
+        for d in range(D):
+            if form == "exact":  # (I + beta k k^T) s = s' + beta x k
+                matrix = torch.eye(N, dtype=torch.float64) + beta[d] * torch.outer(k, k)
+                new[d] = torch.linalg.solve(matrix, S[d] + beta[d] * x[d] * k)
+            elif form == "decoupled":  # the same for every coordinate by itself
+                new[d] = (S[d] + beta[d] * x[d] * k) / (1 + beta[d] * k * k)
+            else:
+                eps = beta[d] / (1 + beta[d] * (k @ k))
+                new[d] = (1 - eps * k * k) * S[d] + eps * x[d] * k
+        S, z = new, raw[t, D:]
+        outputs.append(w["out_proj.weight"] @ ((S @ q + w["D_skip"] * x) * z * torch.sigmoid(z)))
+    return torch.stack(outputs), S
+
+
+@pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
+@pytest.mark.parametrize("rate", ["vector", "scalar"])
+def test_longhorn_is_the_minimiser_of_its_objective(form, rate):
+    layer, h = make("longhorn", 9, form=form, rate=rate, d_state=3), torch.randn(1, 7, 9)
+    expected, state = dense_longhorn(layer, h[0], form)
+    with torch.no_grad():
+        y, cache = layer.prefill(h)
+    torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cache.S[0].double(), state, atol=1e-5, rtol=1e-4)
+
+
+def test_names_choose_form_and_rate():
+    kinds = {name: (MIXERS[name](16).form, MIXERS[name](16).rate) for name in NAMES if name.startswith("longhorn")}
+    assert kinds == {"longhorn": ("diagonal", "vector"), "longhorn_exact": ("exact", "vector"),
+                     "longhorn_decoupled": ("decoupled", "vector"), "longhorn_scalar": ("diagonal", "scalar")}
+
+
+def test_step_sizes_start_at_one_half():
+    layer = Longhorn(32)
+    torch.nn.init.zeros_(layer.conv1d.bias)
+    k, beta, eps = layer.rates(torch.zeros(1, 4, 32))
+    assert torch.equal(beta, torch.full((1, 4, 64), 0.5)) and torch.equal(eps, beta) and (k == 0).all()
+
+
+def test_rates_are_those_of_the_formula():
+    layer, h = make("longhorn_scalar"), torch.randn(2, 5, 16)
+    k, beta, eps = layer.rates(h)
+    assert beta.shape == (2, 5, 1)
+    torch.testing.assert_close(eps, beta / (1 + beta * k.square().sum(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_float32_when_weights_are_bfloat16(name):
+    layer, h = make(name).to(torch.bfloat16), torch.randn(2, 6, 16, dtype=torch.bfloat16)
+    y, cache = layer.prefill(h)
+    y_t, cache = layer.step(h[:, 0], cache)
+    assert y.dtype is y_t.dtype is torch.bfloat16
+    if isinstance(cache, ScanCache):
+        assert cache.S.dtype is torch.float32 and layer.empty_cache(1).S.dtype is torch.float32
+        assert make(name).double().empty_cache(1).S.dtype is torch.float64
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_trains_and_decodes(name):
+    layer, h = make(name), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(h)
+        pieces, cache = in_pieces(layer, h, [4, 0, 3, 0])
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(h), atol=0.1, rtol=0.1)
+    torch.testing.assert_close(pieces.float(), y.float(), atol=0.1, rtol=0.1)
+    if isinstance(cache, ScanCache):
+        assert cache.S.dtype is torch.float32
+    y.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype is torch.float32
+               for p in layer.parameters())
+
+
+def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
+    layer, h = make("longhorn"), torch.randn(1, 9, 16)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            _, cache = layer.prefill(h[:, :8])
+        y_t, cache = layer.step(h[:, 8], cache)
+        torch.testing.assert_close(y_t, layer(h)[:, 8], atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_decoding_takes_constant_memory(name):
+    layer = make(name)
+    bytes_held = lambda cache: sum(t.untyped_storage().nbytes() for t in cache)
+    with torch.no_grad():
+        sizes = {bytes_held(layer.prefill(torch.randn(1, length, 16))[1]) for length in (1, 40, 90)}
+    assert sizes == {bytes_held(layer.empty_cache(1))}
+
+
+def test_convolution_of_nothing_keeps_the_past():
+    past = torch.randn(2, 5, 3)
+    y, after = causal_conv(torch.zeros(2, 0, 5), torch.randn(5, 1, 4), torch.randn(5), past)
+    assert y.shape == (2, 0, 5) and torch.equal(after, past)
+
+
+def test_convolution_is_a_sum_over_the_last_inputs():
+    x, weight, bias = torch.randn(2, 6, 5), torch.randn(5, 1, 4), torch.randn(5)
+    y, past = causal_conv(x, weight, bias, None)
+    padded = torch.cat([torch.zeros(2, 3, 5), x], 1)
+    expected = bias + sum(padded[:, j : j + 6] * weight[:, 0, j] for j in range(4))
+    torch.testing.assert_close(y, F.silu(expected))
+    assert torch.equal(past, x[:, 3:].transpose(1, 2))
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (lambda: build_mixer("longhorm", 16), "mixer is 'longhorm'; known mixers: attention, longhorn"),
+    (lambda: build_mixer("longhorn", 16, d_stat=8), "no option 'd_stat'; its options: d_state, d_conv"),
+    (lambda: build_mixer("longhorn_exact", 16, form="diagonal"), "no option 'form'"),
+    (lambda: Longhorn(16, form="fast"), "form is 'fast'; expected one of diagonal, exact, decoupled"),
+    (lambda: Longhorn(16, rate="matrix"), "rate is 'matrix'; expected vector or scalar"),
+    (lambda: Longhorn(0), "d_model is 0; expected an integer of at least 1"),
+    (lambda: Longhorn(16, d_state=2.5), "d_state is 2.5; expected an integer of at least 1"),
+    (lambda: Longhorn(16, expand=True), "expand is True; expected an integer"),
+    (lambda: Longhorn(16)(torch.randn(2, 3, 17)), r"x has shape \(2, 3, 17\); expected \(B, T, 16\)"),
+    (lambda: Longhorn(16).prefill(torch.randn(3, 16)), r"x has shape \(3, 16\); expected \(B, T, 16\)"),
+    (lambda: Longhorn(16).step(torch.randn(2, 3, 16), None), r"x has shape \(2, 3, 16\); expected \(B, 16\)"),
+])
+def test_mistakes_are_told_in_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        wrong()
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_belongs_to_one_class():
+    class Other(Longhorn):
+        pass
+    with pytest.raises(ValueError, match="'longhorn' is already registered"):
+        register_mixer("longhorn")(Other)
+    assert MIXERS["longhorn"] is Longhorn
+
+
+def test_options_are_listed_without_the_fixed_ones():
+    assert mixer_options("longhorn") == ["d_state", "d_conv", "expand", "form", "rate"]
+    assert mixer_options("longhorn_scalar") == ["d_state", "d_conv", "expand", "form"]
+    assert all(issubclass(getattr(mixer, "func", mixer), Mixer) for mixer in MIXERS.values())
+
+
+def test_low_rank_is_a_sixteenth_rounded_up():
+    assert [Longhorn(d).rank for d in (1, 16, 17, 768)] == [math.ceil(d / 16) for d in (1, 16, 17, 768)]

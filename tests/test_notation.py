@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.scan.reference import reference_scan
+from longhorn_kit.theory.notation import SYMBOLS, from_official, shape_of, swap_layout, symbol_table, to_official
+
+NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
+
+
+def inputs(B=2, T=5, D=3, N=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(shape_of(n, B=B, T=T, D=D, N=N), generator=g, dtype=torch.float64) for n in NAMES}
+
+
+def official_recurrence(u, q, k, dt, D, t_bias, z):
+    """The official recurrence in its own layout, one number at a time."""
+    u, q, k, dt, D, t_bias, z = (t.numpy() for t in (u, q, k, dt, D, t_bias, z))
+    (batch, channels, L), N = u.shape, k.shape[1]
+    out, state = np.zeros_like(u), np.zeros((batch, channels, N))
+    for b in range(batch):
+        for d in range(channels):
+            for t in range(L):
+                beta = 1 / (1 + np.exp(-(dt[b, d, t] + t_bias[d])))
+                rate = beta / (1 + beta * sum(k[b, n, t] ** 2 for n in range(N)))
+                for n in range(N):
+                    key = k[b, n, t]
+                    state[b, d, n] = (1 - rate * key**2) * state[b, d, n] + rate * key * u[b, d, t]
+                y = sum(state[b, d, n] * q[b, n, t] for n in range(N)) + D[d] * u[b, d, t]
+                out[b, d, t] = y * z[b, d, t] / (1 + np.exp(-z[b, d, t]))
+    return torch.from_numpy(out), torch.from_numpy(state)
+
+
+@settings(max_examples=30, deadline=None)
+@given(B=st.integers(0, 3), T=st.integers(0, 6), D=st.integers(1, 5), N=st.integers(1, 5))
+def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
+    ours = inputs(B, T, D, N)
+    official = to_official(**ours)
+    assert official["u"].shape == (B, D, T) and official["k"].shape == (B, N, T) and official["dt"].shape == (B, D, T)
+    back = from_official(**official)
+    assert list(back) == list(NAMES) and all(torch.equal(back[n], ours[n]) for n in NAMES)
+    again = to_official(**back)
+    assert list(again) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
+    assert all(torch.equal(again[n], official[n]) for n in official)
+
+
+@pytest.mark.parametrize("B,T,D,N", [(2, 5, 3, 4), (1, 1, 1, 1), (1, 7, 2, 7)])
+def test_the_kit_and_the_official_layout_compute_the_same_scan(B, T, D, N):
+    ours = inputs(B, T, D, N, seed=1)
+    out, state = reference_scan(**ours)
+    official_out, official_state = official_recurrence(**to_official(**ours))
+    torch.testing.assert_close(swap_layout(official_out), out)
+    torch.testing.assert_close(official_state, state.to(official_state.dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_strided_inputs_and_gradients_pass_through():
+    ours = inputs()
+    ours["x"] = torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
+    u = to_official(**ours)["u"]
+    assert u.is_contiguous() and torch.equal(u, ours["x"].transpose(1, 2))
+    weight = torch.randn(2, 3, 5, dtype=torch.float64)
+    (grad,) = torch.autograd.grad((u * weight).sum(), ours["x"])
+    assert torch.equal(grad, weight.transpose(1, 2))
+
+
+def test_a_shared_rate_is_spread_over_the_channels():
+    ours = inputs()
+    ours["b"] = ours["b"][..., :1]
+    dt = to_official(**ours)["dt"]
+    assert dt.shape == (2, 3, 5) and torch.equal(dt[:, 0], dt[:, 2]) and torch.equal(dt[:, 1], ours["b"][..., 0])
+
+
+def test_optional_arguments_stay_none():
+    needed = {n: t for n, t in inputs().items() if n in ("q", "k", "x", "b")}
+    official = to_official(**needed)
+    assert official["D"] is None and official["t_bias"] is None and official["z"] is None
+    assert from_official(**official)["z"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_to_official_names_the_tensor_of_the_wrong_shape(name):
+    ours = inputs()
+    ours[name] = ours[name][..., :-1]
+    with pytest.raises(ValueError, match=r"has shape .*expected"):
+        to_official(**ours)
+    if name not in ("q", "x"):  # the tensors that the others are compared with
+        with pytest.raises(ValueError, match=rf"^{name} has shape"):
+            to_official(**ours)
+
+
+@pytest.mark.parametrize("name", ["k", "dt", "D", "t_bias", "z"])
+def test_from_official_names_the_tensor_of_the_wrong_shape(name):
+    official = to_official(**inputs())
+    official[name] = official[name][..., :-1]
+    with pytest.raises(ValueError, match=rf"^{name} has shape"):
+        from_official(**official)
+
+
+def test_a_missing_dimension_is_an_error():
+    ours = inputs()
+    with pytest.raises(ValueError, match="expected three dimensions"):
+        swap_layout(ours["x"][0])
+    with pytest.raises(ValueError, match=r"expected \(B,T,N\) and \(B,T,D\)"):
+        to_official(**{**ours, "x": ours["x"][0]})
+
+
+def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes():
+    table = symbol_table().splitlines()
+    assert len(table) == len(SYMBOLS) + 2 and len({row.count("|") for row in table}) == 1
+    for name, symbol in SYMBOLS.items():
+        assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
+        assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(symbol.shape)

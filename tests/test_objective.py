@@ -1,0 +1,136 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.theory.objective import (
+    EXPLICIT, IMPLICIT, Objective, gradient_of, implicit_gradient, minimise_descent, minimise_quadratic, proximity,
+    recall_loss, tangent_loss, trajectory,
+)
+
+
+def problem(*lead, D=3, N=4, scale=1.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
+    return draw(D, N), scale * draw(N), draw(D), torch.rand(*lead, D, generator=g, dtype=torch.float64)
+
+
+def random_quadratic(M, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    root, linear = torch.randn(M, M, generator=g).double(), torch.randn(M, generator=g).double()
+    H = root @ root.T + torch.eye(M).double()
+    f = lambda S: ((S.flatten(-2) @ H) * S.flatten(-2)).sum(-1) / 2 + S.flatten(-2) @ linear
+    return f, H, linear
+
+
+def test_both_minimisers_solve_an_arbitrary_quadratic():
+    f, H, linear = random_quadratic(6)
+    solution = torch.linalg.solve(H, -linear).view(2, 3)
+    start = torch.ones(2, 3).double()
+    torch.testing.assert_close(minimise_quadratic(f, start), solution, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(minimise_descent(f, start), solution, rtol=1e-7, atol=1e-7)
+
+
+@settings(max_examples=20, deadline=None)
+@given(D=st.integers(1, 4), N=st.integers(1, 5), lead=st.sampled_from([(), (1,), (3,), (2, 2)]),
+       scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0]))
+def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
+    S, k, x, beta = problem(*lead, D=D, N=N, scale=scale)
+    solved = IMPLICIT.minimise(S, k, x, beta=beta)
+    assert solved.shape == S.shape
+    torch.testing.assert_close(IMPLICIT.minimise(S, k, x, method="descend", beta=beta), solved, rtol=1e-6, atol=1e-6)
+    nearby = solved + 1e-2 * torch.randn_like(solved)
+    assert (IMPLICIT(nearby, S, k, x, beta=beta) > IMPLICIT(solved, S, k, x, beta=beta)).all()
+
+
+def test_a_batch_is_solved_as_independent_problems():
+    S, k, x, beta = problem(5)
+    together = IMPLICIT.minimise(S, k, x, beta=beta)
+    alone = torch.stack([IMPLICIT.minimise(*p[:3], beta=p[3]) for p in zip(S, k, x, beta)])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_passes_a_finite_difference_check():
+    S, k, x, beta = problem()
+    at = torch.randn_like(S)
+    by_difference = torch.zeros_like(S)
+    for d in range(3):
+        for n in range(4):
+            h = torch.zeros_like(S)
+            h[d, n] = 1e-5
+            by_difference[d, n] = (IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)) / 2e-5
+    torch.testing.assert_close(IMPLICIT.gradient(at, S, k, x, beta=beta), by_difference, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(implicit_gradient(at, S, k, x, beta), by_difference, rtol=1e-7, atol=1e-7)
+
+
+def test_the_tangent_plane_touches_the_loss_and_lies_below_it():
+    S, k, x, beta = problem()
+    torch.testing.assert_close(tangent_loss(S, S, k, x, beta), recall_loss(S, k, x, beta))
+    candidates = torch.randn(50, 3, 4).double()
+    assert (tangent_loss(candidates, S, k, x, beta) <= recall_loss(candidates, k, x, beta) + 1e-12).all()
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
+def test_on_a_consistent_stream_the_implicit_learner_never_leaves_its_teacher(scale):
+    torch.manual_seed(0)
+    teacher, k = torch.randn(2, 3).double(), scale * torch.randn(25, 3).double()
+    states = trajectory(IMPLICIT.minimise, torch.zeros(2, 3).double(), k, k @ teacher.T, beta=torch.rand(2).double())
+    assert states.shape == (26, 2, 3)
+    assert ((states - teacher).norm(dim=(-2, -1)).diff() <= 1e-9).all()
+
+
+def test_any_distance_and_loss_can_be_combined():
+    def gated(S, S_prev, a): return (a * (S - S_prev) ** 2 + (1 - a) * S**2).sum((-2, -1))
+    def agreement(S, k, x, c): return -2 * c * (S * x[..., None] * k[..., None, :]).sum((-2, -1))
+    S, k, x, _ = problem()
+    a = torch.rand(4).double()
+    solved = Objective(gated, agreement).minimise(S, k, x, a=a, c=0.3)
+    torch.testing.assert_close(solved, a * S + 0.3 * torch.outer(x, k), rtol=1e-12, atol=1e-12)
+
+
+def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
+    S, k, x, beta = (t.float() for t in problem())
+    S.requires_grad_()
+    with torch.no_grad():
+        for method in ("solve", "descend"):
+            solved = IMPLICIT.minimise(S, k, x, method=method, beta=beta)
+            assert solved.dtype == torch.float64 and not solved.requires_grad
+    assert S.grad is None and not EXPLICIT.gradient(S, S, k, x, beta=beta).requires_grad
+
+
+def test_wrong_parameters_are_named():
+    S, k, x, beta = problem()
+    with pytest.raises(ValueError, match=r"takes the parameters \['beta'\]; got \['betta'\]"):
+        IMPLICIT.minimise(S, k, x, betta=beta)
+    with pytest.raises(ValueError, match=r"got \[\]"):
+        IMPLICIT(S, S, k, x)
+    with pytest.raises(ValueError, match="'solve' or 'descend'"):
+        IMPLICIT.minimise(S, k, x, method="newton", beta=beta)
+
+
+def test_wrong_shapes_are_named():
+    S, k, x, beta = problem()
+    with pytest.raises(ValueError, match=r"k has shape \(3,\), x \(3,\); expected \(...,4\) and \(...,3\)"):
+        IMPLICIT(S, S, k[:3], x, beta=beta)
+
+
+def test_the_solver_refuses_what_it_cannot_solve():
+    S, k, x, beta = problem()
+    with pytest.raises(ValueError, match="not quadratic, or without a minimum"):
+        Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_loss, "quartic").minimise(S, k, x, beta=beta)
+    with pytest.raises(ValueError, match="without a minimum|no unique minimum"):
+        minimise_quadratic(lambda S: S.sum((-2, -1)), S)
+    with pytest.raises(ValueError, match="no unique minimum"):
+        minimise_quadratic(lambda S: -S.square().sum((-2, -1)), S)
+    with pytest.raises(RuntimeError, match="steps of descent"):
+        minimise_descent(lambda S: S.sum((-2, -1)), S, max_steps=50)
+
+
+def test_descent_minimises_a_loss_that_is_not_quadratic():
+    def log_cosh(S, k, x): return ((S * k[..., None, :]).sum(-1) - x).cosh().log().sum(-1)
+    S, k, x, _ = problem()
+    robust = Objective(proximity, log_cosh)
+    solved = robust.minimise(S, k, x, method="descend")
+    expected = S - 0.5 * torch.outer(torch.tanh(solved @ k - x), k)  # the gradient set to zero
+    torch.testing.assert_close(solved, expected, rtol=1e-8, atol=1e-8)
+    assert gradient_of(lambda S: robust(S, solved, k, x), solved).abs().max() > 1e-3  # another S_prev, another minimum

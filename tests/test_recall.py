@@ -1,0 +1,142 @@
+import os, signal, subprocess, sys, time
+from dataclasses import replace
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from longhorn_kit.lab import recall
+from longhorn_kit.lab.recall import (
+    MEMORIES, RecallConfig, RecallModel, best_cell, comparisons, draw_streams, figures, grade, guess_level, lead, look_up, run, tables,
+    train_recall, verdict,
+)
+from longhorn_kit.lab.records import read_json
+
+TINY = RecallConfig(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_size=4, steps=6, warmup=1, lrs=(0.05,), seeds=(0, 1),
+                    test_streams=8, test_pairs=(2, 4), points=3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(task=st.sampled_from(sorted(recall.WRITES)), half=st.integers(1, 9), size=st.integers(1, 5), values=st.integers(1, 9), seed=st.integers(0, 99))
+def test_every_question_has_its_answer_in_the_stream(task, half, size, values, seed):
+    config = replace(TINY, key_size=size, values=values)
+    pairs = 2 * half
+    keys, symbols, answers = draw_streams(task, 3, pairs, config, torch.Generator().manual_seed(seed))
+    for row in range(3):
+        memory, shown = {}, []
+        for key, symbol in zip(keys[row, :pairs].tolist(), symbols[row, :pairs].tolist()):
+            memory[tuple(key)] = symbol
+            shown.append(tuple(key))
+        asked = [tuple(key) for key in keys[row, pairs:].tolist()]
+        assert [memory[key] for key in asked] == answers[row].tolist()
+        assert set(symbols[row, pairs:].tolist()) == {values} and symbols[row, :pairs].max() < values
+        if size > 1: # on a line there are only two keys of unit length
+            assert sorted(asked) == sorted(memory) and all(shown.count(key) == recall.WRITES[task] for key in memory)
+
+
+@pytest.mark.parametrize("task", sorted(recall.WRITES))
+def test_a_table_answers_everything_and_blind_answers_are_at_chance(task):
+    config = replace(TINY, values=16)
+    keys, symbols, answers = draw_streams(task, 4000, 8, config, torch.Generator().manual_seed(3))
+    assert (look_up(keys, symbols, 16) == answers).all()
+    blind = torch.randint(16, answers.shape, generator=torch.Generator().manual_seed(4))
+    assert abs((blind == answers).float().mean().item() - 1 / 16) < 0.01
+    assert 1 / 16 < guess_level(task, 8, config) < 0.4
+
+
+@pytest.mark.parametrize("name", sorted(MEMORIES))
+def test_every_model_starts_at_ln_v_and_reads_only_the_past(name):
+    model = RecallModel(name, TINY)
+    keys, symbols, answers = (part[None].repeat(2, *[1] * part.dim()) for part in draw_streams("once", 3, 4, TINY, torch.Generator().manual_seed(0)))
+    assert grade(model, keys, symbols, answers)[0].allclose(torch.tensor(6.0).log())
+    torch.nn.init.normal_(model.out, generator=torch.Generator().manual_seed(0))
+    before, later = model(keys, symbols), keys.clone()
+    later[:, :, 5] += 1
+    after = model(later, symbols)
+    assert torch.allclose(before[:, :, :5], after[:, :, :5], atol=1e-5) and not torch.allclose(before[:, :, 5:], after[:, :, 5:], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["longhorn_exact", "gla", "attention"])
+def test_a_seed_trains_the_same_alone_and_beside_others(name):
+    together = train_recall("rewritten", name, 0.02, TINY)[1]
+    alone = train_recall("rewritten", name, 0.02, replace(TINY, seeds=(1,)))[1]
+    assert torch.allclose(together[:, 0, 1], alone[:, 0, 0], atol=1e-4)
+
+
+def test_memories_without_forgetting_agree():
+    q, k, x = (torch.randn(2, 7, n, dtype=torch.float64) for n in (4, 4, 3))
+    never = torch.full((2, 7, 4), 60.0, dtype=torch.float64) # gates of 1
+    assert torch.allclose(MEMORIES["gla"](q, k, x, never), MEMORIES["linear_attention"](q, k, x))
+    unit = torch.eye(7, dtype=torch.float64).expand(2, 7, 7) # orthogonal keys: nothing to correct, so one pass stores all
+    b = torch.full((2, 7, 3), 60.0, dtype=torch.float64)
+    exact, diagonal = (MEMORIES[name](unit, unit, x, b) for name in ("longhorn_exact", "longhorn"))
+    assert torch.allclose(exact, x / 2) and torch.allclose(diagonal, x / 2)
+
+
+
+def test_killed_run_goes_on_and_gives_the_same_numbers(tmp_path):
+    code = ("from dataclasses import replace; from longhorn_kit.lab import recall; from tests.test_recall import TINY; import sys, time\n"
+            "inner = recall.run_cell\n"
+            "def slow(*args):\n    time.sleep(0.3); return inner(*args)\n"
+            "recall.run_cell = slow; recall.run('laptop', sys.argv[1], TINY)")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], cwd=os.path.dirname(os.path.dirname(__file__)),
+                               env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "a").glob("cells/*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("cells/*.json")}
+    assert 3 <= len(kept) < len(MEMORIES) * 2 and not (tmp_path / "a" / "record.json").exists()
+    resumed, fresh = run("laptop", tmp_path / "a", TINY), run("laptop", tmp_path / "b", TINY)
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    for task in TINY.tasks:
+        for name in MEMORIES:
+            ours, theirs = (record["results"]["tasks"][task]["curves"][name]["loss"] for record in (resumed, fresh))
+            assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=2e-3)
+
+
+def test_finished_cells_are_not_run_again_unless_settings_change(tmp_path, monkeypatch):
+    trained, inner = [], recall.train_recall
+    monkeypatch.setattr(recall, "train_recall", lambda *args: trained.append(args[1]) or inner(*args))
+    config = replace(TINY, tasks=("once",))
+    record = run("laptop", tmp_path, config)
+    again = run("laptop", tmp_path, config)
+    assert len(trained) == len(MEMORIES) and record["results"] == again["results"] and read_json(tmp_path / "record.json") == again
+    run("laptop", tmp_path, replace(config, steps=7))
+    assert len(trained) == 2 * len(MEMORIES)
+
+
+def test_record_is_small_and_drawable(tmp_path):
+    record = run("laptop", tmp_path, TINY)
+    assert {"claim", "scale", "settings", "results", "environment", "seconds", "command"} <= set(record)
+    assert (tmp_path / "record.json").stat().st_size < 60_000
+    assert all(caption for _, caption in figures(record))
+    for title, header, rows in tables(record):
+        assert rows and all(len(row) == len(header) for row in rows)
+    assert verdict(record)[1] in ("holds", "mixed", "does not hold")
+
+
+def made_up(**recall_of):
+    return {"results": {"tasks": {"once": {"recall": recall_of}}}}
+
+
+def test_verdict_needs_every_seed_and_more_than_the_spread():
+    order = dict(longhorn_exact=[0.9, 0.95], longhorn=[0.7, 0.72], gla=[0.5, 0.51], attention=[0.4, 0.45])
+    assert verdict(made_up(**order))[1] == "holds"
+    turned = dict(longhorn_exact=[0.4, 0.42], longhorn=[0.7, 0.72], gla=[0.9, 0.91], attention=[0.8, 0.85])
+    assert verdict(made_up(**turned))[1] == "does not hold"
+    assert verdict(made_up(**order | {"attention": [1.0, 1.0]}))[1] == "mixed"
+    assert lead([0.9, 0.5], [0.8, 0.6])[2] == "undecided"   # one seed each way
+    assert lead([0.9, 0.61], [0.4, 0.6])[2] == "undecided"  # ahead twice, but by less than the spread
+    assert lead([0.9], [0.1])[2] == "undecided"             # one seed has no spread
+    assert {row[-1] for row in comparisons(made_up(**order))} == {"holds"}
+
+
+def test_learning_rate_is_chosen_by_training_not_by_the_test():
+    cells = [{"steps": [1] * 10, "recall": [[0.0] * 9 + [late]], "test": {"4": [test]}} for late, test in ((0.5, 0.9), (0.6, 0.1))]
+    assert best_cell(cells) is cells[1]
+
+
+def test_unknown_scale_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match="unknown scale 'moon' for recall; there is: laptop") as caught:
+        run("moon", tmp_path)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())

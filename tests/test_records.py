@@ -1,0 +1,181 @@
+import errno, io, json, math, os, platform, resource, subprocess, sys
+from contextlib import contextmanager
+from pathlib import Path
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from longhorn_kit.lab import records
+from longhorn_kit.lab.records import (
+    PlainProgress, append_jsonl, atomic_file, atomic_folder, commit_of_kit, environment, progress, read_json, read_jsonl, to_plain,
+    without_machine_paths, write_json, write_jsonl,
+)
+
+
+@contextmanager
+def files_end_at(size):
+    "Every write beyond `size` bytes of a file fails with a real error of the operating system."
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def no_space(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_full_disk_keeps_the_previous_file_and_names_it(tmp_path, monkeypatch, step):
+    path = write_json(tmp_path / "record.json", {"loss": 1})
+    monkeypatch.setattr(os, step, no_space)
+    with pytest.raises(OSError, match=r"cannot write .*record\.json: No space left on device") as caught:
+        write_json(path, {"loss": 2})
+    assert caught.value.errno == errno.ENOSPC and "\n" not in str(caught.value)
+    assert read_json(path) == {"loss": 1} and os.listdir(tmp_path) == ["record.json"]
+
+
+def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
+    path = write_json(tmp_path / "record.json", {"loss": 1})
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
+    with files_end_at(2000):
+        with pytest.raises(OSError, match="cannot write .*record.json: File too large"):
+            write_json(path, {"numbers": list(range(5000))})
+        with pytest.raises(OSError, match="cannot write .*metrics.jsonl"):
+            append_jsonl(tmp_path / "metrics.jsonl", {"step": 2}, {"numbers": list(range(5000))})
+        with pytest.raises(OSError, match="cannot write .*run: File too large"):
+            with atomic_folder(tmp_path / "run") as new:
+                (new / "a").write_text("whole")
+                (new / "b").write_text("x" * 5000)
+    assert read_json(path) == {"loss": 1} and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "record.json"]
+
+
+def test_device_that_is_always_full():
+    with pytest.raises(OSError, match="cannot write /dev/full: No space left"):
+        append_jsonl("/dev/full", {"step": 1})
+
+
+def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
+    for content in ("old", "new"):
+        with atomic_folder(tmp_path / "run") as folder:
+            (folder / "deep").mkdir()
+            (folder / "deep" / "file").write_text(content)
+    with pytest.raises(KeyboardInterrupt):
+        with atomic_folder(tmp_path / "run") as folder:
+            (folder / "file").write_text("half")
+            raise KeyboardInterrupt
+    assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == ["run"]
+
+
+def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
+    with pytest.raises(OSError, match="^the network is down$"):
+        with atomic_folder(tmp_path / "run"):
+            raise OSError("the network is down")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4), max_leaves=10)
+
+
+def finite(value):
+    "The value as JSON must give it back."
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return {key: finite(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(json_values, min_size=1, max_size=3))
+def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("json")
+    def strict(text):
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert strict(write_json(folder / "a.json", values).read_text(encoding="utf-8")) == finite(values)
+    append_jsonl(folder / "a.jsonl", *values)
+    assert read_jsonl(folder / "a.jsonl") == finite(values)
+    write_jsonl(folder / "a.jsonl", values[:1])
+    assert read_jsonl(folder / "a.jsonl") == finite(values[:1])
+
+
+def test_numbers_of_torch_and_numpy_become_plain():
+    plain = to_plain({"t": torch.tensor([1.0, math.inf]), "n": np.float32(0.5), "i": np.int64(3), "p": Path("a/b"), "d": torch.float32})
+    assert plain == {"t": [1.0, None], "n": 0.5, "i": 3, "p": "a/b", "d": "torch.float32"}
+    json.dumps(plain, allow_nan=False)
+
+
+def test_torn_last_line_is_dropped_and_a_torn_middle_is_an_error(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": \xe2\x82')
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_jsonl(path)
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_broken_json_names_its_file(tmp_path):
+    (tmp_path / "r.json").write_text("{")
+    with pytest.raises(ValueError, match="r.json is not a JSON file") as caught:
+        read_json(tmp_path / "r.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_records_hold_no_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "ada"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    home, here = str(tmp_path / "home" / "ada"), os.getcwd()
+    assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
+    assert without_machine_paths(f"{home}lovelace {here}er /x{here}") == f"{home}lovelace {here}er /x{here}"
+    seen = json.dumps(environment())
+    assert home not in seen and here not in seen
+    node = platform.node()
+    assert len(node) < 4 or node not in seen
+
+
+def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
+    assert commit_of_kit(tmp_path) is None
+    (tmp_path / ".git").mkdir() # a repository, but not of the kit
+    assert commit_of_kit(tmp_path) is None
+    (tmp_path / "longhorn_kit").mkdir() # looks like one, but git cannot read it
+    assert commit_of_kit(tmp_path) is None
+
+
+def test_commit_says_when_files_differ(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    (tmp_path / "longhorn_kit").mkdir()
+    (tmp_path / "longhorn_kit" / "a.py").write_text("1")
+    git("init"), git("add", "."), git("commit", "-m", "first")
+    clean = commit_of_kit(tmp_path)
+    (tmp_path / "longhorn_kit" / "a.py").write_text("2")
+    assert len(clean) == 12 and commit_of_kit(tmp_path) == clean + "+"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self): return True
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress(3, "steps") as bar:
+        for _ in range(3):
+            bar.update()
+            bar.set_postfix(loss=0.5)
+    assert "\r" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert list(progress(range(3), "steps", every=0)) == [0, 1, 2]
+    assert sys.stderr.getvalue().count("\n") == 3 and "\r" not in sys.stderr.getvalue() and "steps: 3/3" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert list(progress(range(3), every=0, disable=True)) == [0, 1, 2] and sys.stderr.getvalue() == ""
+
+
+def test_plain_progress_counts_on_from_where_a_run_was_resumed():
+    bar = PlainProgress(total=100, desc="steps", initial=40, file=io.StringIO())
+    bar.update()
+    assert bar.line().startswith("steps: 41/100 (")

@@ -1,0 +1,452 @@
+"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains: the tests start it, and kill it."""
+import dataclasses, errno, json, math, os, signal, socket, subprocess, sys, time
+from pathlib import Path
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from longhorn_kit.lab import training
+from longhorn_kit.lab.data import Sampler
+from longhorn_kit.lab.records import read_json, read_jsonl
+from longhorn_kit.lab.training import (
+    TrainConfig, TrainingDiverged, checkpoints, evaluate, latest_checkpoint, learning_rate, parameter_groups, train,
+)
+
+CONFIG = TrainConfig(steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10)
+TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
+VAL = np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8) # 203 predictions: the last window is short
+
+
+class Tiny(nn.Module):
+    "Small, but with dropout, so that a random state that is not restored shows."
+    def __init__(self, seed=0, d=16):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.dropout, self.hidden, self.head = nn.Embedding(32, d), nn.Dropout(0.2), nn.Linear(d, d), nn.Linear(d, 32)
+
+    def forward(self, tokens, targets):
+        logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Interrupting(Sampler):
+    "A sampler to which something happens before its n-th batch."
+    def __init__(self, at, what, **options):
+        super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
+        self.at, self.what = at, what
+
+    def next_batch(self):
+        if self.drawn // self.batch_size + 1 == self.at:
+            self.what()
+        return super().next_batch()
+
+
+def run(folder=None, tokens=TOKENS, config=CONFIG, seed=0, **options):
+    return train(Tiny(seed), tokens, VAL, config, folder, quiet=True, **options)
+
+
+def curve(lines):
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def failing(error):
+    def what():
+        raise error
+    return what
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def whole(one_thread):
+    "The history of an undisturbed run."
+    return curve(run()["history"])
+
+
+if __name__ == "__main__": # trains slowly enough to be killed
+    torch.set_num_threads(1)
+    slow = Interrupting(0, None)
+    slow.next_batch = lambda: time.sleep(0.02) or Sampler.next_batch(slow)
+    train(Tiny(), slow, VAL, CONFIG, sys.argv[1], quiet=True)
+    sys.exit()
+
+
+# ---- going on
+
+def start(folder, **environment):
+    return subprocess.Popen([sys.executable, __file__, str(folder)], env=os.environ | environment, cwd=Path(__file__).parent.parent)
+
+
+def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
+    process = start(tmp_path / "run", OMP_NUM_THREADS="1")
+    try:
+        deadline = time.monotonic() + 120
+        while not any(line["step"] > 20 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
+    torch.manual_seed(99) # whoever resumes has another random state, and other initial weights
+    result = run(tmp_path / "run", seed=7)
+    assert result["resumed_from"] in (20, 30, 40)
+    assert curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert [attempt["from_step"] for attempt in read_json(tmp_path / "run" / "config.json")["attempts"]] == [0, result["resumed_from"]]
+
+
+@pytest.mark.parametrize("at", [1, 10, 11, 60])
+def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at):
+    with pytest.raises(MemoryError):
+        run(tmp_path, Interrupting(at, failing(MemoryError("killed"))))
+    weights = 3 if at > 10 else 0 # before the first checkpoint the initial weights still matter
+    assert curve(run(tmp_path, seed=weights)["history"]) == whole
+
+
+def test_ctrl_c_saves_at_that_step_and_says_how_to_go_on(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT after step 23; .*same call goes on"):
+        run(tmp_path, Interrupting(23, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    assert checkpoints(tmp_path)[-1].name == "step-00000023"
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 24))
+    result = run(tmp_path)
+    assert result["resumed_from"] == 23 and curve(result["history"]) == whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Interrupting(13, twice))
+    assert checkpoints(tmp_path)[-1].name == "step-00000010"
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, whole):
+    run(tmp_path)
+    again = run(tmp_path, Interrupting(1, failing(AssertionError("trained again"))), seed=5)
+    assert curve(again["history"]) == whole and again["val_loss"] == whole[-1]["val_loss"]
+    model = Tiny(5)
+    train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True) # and the weights are those of the end
+    assert math.isclose(evaluate(model, VAL, CONFIG.context), whole[-1]["val_loss"], rel_tol=1e-6)
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    run(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000050", "step-00000060"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000050", "step-00000060"]
+
+
+def test_checkpoints_by_time(tmp_path):
+    config = dataclasses.replace(CONFIG, save_every=0, save_seconds=0.0)
+    with pytest.raises(MemoryError):
+        run(tmp_path, Interrupting(26, failing(MemoryError())), config)
+    assert checkpoints(tmp_path)[-1].name == "step-00000024" # the clock is looked at when metrics are written
+
+
+# ---- damage
+
+@pytest.mark.parametrize("file, damage", [
+    ("*model*", lambda b: b[:len(b) // 2]), ("optimizer.bin", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]), ("checkpoint.json", lambda b: b[:30]),
+    ("checkpoint.json", lambda b: b"[]"), ("random_states_0.pkl", None),
+])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, whole, file, damage):
+    run(tmp_path)
+    victim = next((tmp_path / "checkpoints" / "step-00000060").glob(file))
+    content = victim.read_bytes()
+    victim.unlink()
+    if damage:
+        victim.write_bytes(damage(content))
+    result = run(tmp_path, seed=4)
+    assert result["resumed_from"] == 50 and curve(result["history"]) == whole
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "step-00000060 is damaged; going back" in warning
+
+
+def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(tmp_path):
+    run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for path in checkpoints(tmp_path):
+        (path / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="every checkpoint in .* is damaged; delete the folder") as caught:
+        run(tmp_path)
+    assert "\n" not in str(caught.value) and (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    short = dataclasses.replace(CONFIG, steps=10, save_every=5)
+    run(tmp_path, config=short)
+    with pytest.raises(ValueError, match="holds a run with lr=0.01; this one has lr=0.02") as caught:
+        run(tmp_path, config=dataclasses.replace(short, lr=0.02))
+    with pytest.raises(ValueError, match="does not fit this model") as misfit:
+        train(Tiny(d=8), TOKENS, VAL, short, tmp_path, quiet=True)
+    with pytest.raises(ValueError, match="the saved position belongs to tokens=2000"):
+        run(tmp_path, TOKENS[:1000], short)
+    assert all("\n" not in str(error.value) for error in (caught, misfit))
+    assert run(tmp_path, config=dataclasses.replace(short, log_every=1, keep=1))["resumed_from"] == 10
+
+
+@pytest.mark.parametrize("where", ["os.replace", "torch.save", "fsync"])
+def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, where):
+    real = {"os.replace": os.replace, "torch.save": torch.save, "fsync": os.fsync}[where]
+    def full(*args, **options):
+        if "step-00000030" in str(args) + str([os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]):
+            if where == "torch.save": # torch's own words
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"os.replace": (os, "replace"), "torch.save": (torch, "save"), "fsync": (os, "fsync")}[where], full)
+        with pytest.raises(OSError, match="cannot write .*step-00000030.*what was there before is unchanged") as caught:
+            run(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
+    result = run(tmp_path, seed=8)
+    assert result["resumed_from"] == 20 and curve(result["history"]) == whole
+
+
+def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole):
+    leftover = tmp_path / "checkpoints" / ".step-00000010.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "optimizer.bin").write_bytes(b"half")
+    assert curve(run(tmp_path)["history"]) == whole and not leftover.exists()
+
+
+# ---- divergence
+
+class Nan(Tiny):
+    "A model whose loss or gradient is wrong at one call in training."
+    def __init__(self, at, gradient_only=False):
+        super().__init__()
+        self.at, self.calls, self.gradient_only = at, 0, gradient_only
+
+    def forward(self, tokens, targets):
+        logits, loss = super().forward(tokens, targets)
+        self.calls += self.training
+        if self.training and self.calls == self.at:
+            loss = loss + torch.sqrt(0 * loss) if self.gradient_only else loss * math.nan
+        return loss
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradient_only):
+    with pytest.raises(TrainingDiverged, match=r"at step 18 \(.*last good checkpoint: .*step-00000010; ") as caught:
+        train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
+    assert "\n" not in str(caught.value) and ("gradient" in str(caught.value)) == gradient_only
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010"]
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 18)) and all(math.isfinite(line["loss"]) for line in lines)
+    assert curve(run(tmp_path)["history"])[-1]["step"] == 60 # the good checkpoint is good
+
+
+def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
+    config = dataclasses.replace(CONFIG, save_every=1, log_every=50, eval_every=1000)
+    with pytest.raises(TrainingDiverged, match="at step 5 "):
+        train(Nan(5), TOKENS, VAL, config, tmp_path, quiet=True)
+    assert checkpoints(tmp_path)[-1].name == "step-00000004"
+    with pytest.raises(TrainingDiverged, match="last good checkpoint: none"):
+        train(Nan(5), TOKENS, VAL, config, quiet=True)
+
+
+# ---- evaluation
+
+class Table(nn.Module):
+    "A bigram table: its loss on a text can be added up by hand whatever the windows are."
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, tokens, targets):
+        return nn.functional.cross_entropy(self.logits[tokens].flatten(0, 1), targets.flatten())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 90), st.integers(1, 20), st.integers(1, 9))
+def test_evaluation_is_the_mean_over_every_token_but_the_first(length, context, batch):
+    model, text = Table(), VAL[:length]
+    logits = model.logits.detach().double().numpy()
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    by_hand = -np.mean([log_p[a, b] for a, b in zip(text[:-1], text[1:])])
+    assert math.isclose(evaluate(model, text, context, batch), by_hand, rel_tol=1e-5)
+
+
+def test_every_prediction_is_made_once():
+    seen = [(int(a), int(b)) for x, y in training.windows(np.arange(204), 8, 3) for a, b in zip(x.flatten(), y.flatten())]
+    assert seen == [(i, i + 1) for i in range(203)]
+    assert max(len(x) for x, _ in training.windows(np.arange(204), 8, 3)) == 3
+
+
+def test_evaluation_changes_nothing():
+    model = Tiny().train()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = evaluate(model, VAL, 8)
+    assert torch.equal(torch.rand(3), expected) and model.training and evaluate(model, VAL, 8) == first
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="held-out part has 1 tokens"):
+        evaluate(model, VAL[:1], 8)
+
+
+def test_how_often_one_evaluates_does_not_change_training(whole):
+    def noisy(model): # an evaluation that draws random numbers
+        return {"score": float(torch.rand(()))}
+    often = train(Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True)
+    assert [line["loss"] for line in often["history"]] == [line["loss"] for line in whole]
+    assert "score" in often and all("score" in line for line in often["history"])
+
+
+# ---- optimisation
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 200), st.data())
+def test_schedule_rises_then_falls_to_its_end(steps, data):
+    config = TrainConfig(steps=steps, warmup=data.draw(st.integers(0, steps - 1)), lr=0.5, lr_final=data.draw(st.floats(0, 1)))
+    rates = [learning_rate(step, config) for step in range(1, steps + 1)]
+    up, down = rates[:config.warmup], rates[max(config.warmup - 1, 0):]
+    assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
+    assert math.isclose(rates[-1], 0.5 * config.lr_final, abs_tol=1e-12) and all(rate > 0 for rate in rates[:-1])
+
+
+def test_only_matrices_decay_and_every_parameter_is_in_one_group():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.proj, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight # tied
+            self.conv, self.norm, self.A_log = nn.Conv1d(4, 4, 4, groups=4), nn.LayerNorm(4), nn.Parameter(torch.zeros(4, 2))
+            self.conv_weight, self.raw, self.special = (nn.Parameter(torch.zeros(4, 4)) for _ in range(3))
+            self.special._no_weight_decay = True
+            self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    model = Block()
+    decay, rest = parameter_groups(model, 0.1)
+    assert decay["names"] == ["raw", "proj.weight"] and decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    ids = [id(p) for group in (decay, rest) for p in group["params"]]
+    assert len(ids) == len(set(ids)) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention"])
+def test_language_models_decay_projections_alone(mixer):
+    from longhorn_kit.models import LMConfig, SequenceLM
+    model = SequenceLM(LMConfig(vocab_size=64, d_model=16, n_layer=1, mixer=mixer))
+    decay, rest = parameter_groups(model, 0.1)
+    modules = dict(model.named_modules())
+    assert decay["names"] and all(isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"])
+    linear = {id(m.weight) for m in modules.values() if isinstance(m, nn.Linear)} - {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    assert {id(p) for p in decay["params"]} == linear
+
+
+def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
+    config = dataclasses.replace(CONFIG, steps=5, warmup=2, clip=0.05, weight_decay=0.3)
+    model, ours = Tiny(), Tiny()
+    model.dropout.p = ours.dropout.p = 0.0
+    result = train(ours, TOKENS, None, config, quiet=True)
+    sampler, moments, losses = Sampler(TOKENS, 8, 4, 0), {}, []
+    for step in range(1, 6): # AdamW written out
+        model.zero_grad()
+        loss = model(*sampler.next_batch())[1]
+        loss.backward()
+        losses.append(loss.item())
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+        rate = learning_rate(step, config)
+        for name, p in model.named_parameters():
+            g = p.grad * min(1.0, 0.05 / float(norm))
+            m, v = moments.get(name, (torch.zeros_like(p), torch.zeros_like(p)))
+            moments[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            with torch.no_grad():
+                if name in ("hidden.weight", "head.weight"):
+                    p *= 1 - rate * 0.3
+                p -= rate * (m / (1 - 0.9**step)) / (torch.sqrt(v / (1 - 0.95**step)) + 1e-8)
+    assert np.allclose([line["loss"] for line in result["history"]], losses, rtol=1e-5)
+    for a, b in zip(ours.parameters(), model.parameters()):
+        assert torch.allclose(a, b, atol=2e-5)
+
+
+def test_accumulated_parts_are_one_batch():
+    def losses(accumulate):
+        model = Tiny()
+        model.dropout.p = 0.0
+        return [line["loss"] for line in train(model, TOKENS, None, dataclasses.replace(CONFIG, accumulate=accumulate), quiet=True)["history"]]
+    assert np.allclose(losses(1), losses(4), rtol=1e-4)
+
+
+def test_bf16_trains_with_weights_in_float32():
+    model = Tiny()
+    result = train(model, np.tile(TOKENS[:32], 50), None, dataclasses.replace(CONFIG, precision="bf16", steps=200), quiet=True)
+    assert result["loss"] < 2.0 < result["history"][0]["loss"] and all(p.dtype == torch.float32 for p in model.parameters())
+    assert run()["steps"] == 60 # and float32 afterwards, in the same process
+
+
+def test_the_seed_changes_the_order_of_the_data(whole):
+    other = run(config=dataclasses.replace(CONFIG, seed=1))
+    assert [line["loss"] for line in other["history"]][:5] != [line["loss"] for line in whole][:5]
+
+
+def test_training_leaves_the_callers_random_state_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    model = Tiny()
+    torch.manual_seed(3)
+    train(model, TOKENS, None, dataclasses.replace(CONFIG, steps=3, warmup=1), quiet=True)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (dict(steps=0), "steps is 0"), (dict(warmup=60), "warmup is 60; it must be .* below steps=60"), (dict(precision="fp8"), "precision is 'fp8'"),
+    (dict(accumulate=0), "accumulate is 0"),
+])
+def test_impossible_settings_are_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIG, **wrong)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match="batch_size=4 cannot be shared by 1 processes with accumulate=3"):
+        run(config=dataclasses.replace(CONFIG, accumulate=3))
+
+
+def test_records_hold_no_machine_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")])
+    run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
+    record = read_json(tmp_path / "run" / "config.json")
+    assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
+    assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
+
+
+# ---- several processes
+
+def test_two_processes_train_as_one_would(tmp_path):
+    "The same batches, losses and evaluation; then one process goes on from their checkpoint."
+    script = ("import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1); m = Tiny(); m.dropout.p = 0.0;"
+              "train(m, TOKENS, VAL, dataclasses.replace(CONFIG, steps=20), sys.argv[1], quiet=True); torch.distributed.destroy_process_group()")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="2")
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "two")], cwd=Path(__file__).parent.parent,
+                                  env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    model = Tiny()
+    model.dropout.p = 0.0
+    config = dataclasses.replace(CONFIG, steps=20)
+    alone = train(model, TOKENS, VAL, config, quiet=True)["history"]
+    together = read_jsonl(tmp_path / "two" / "metrics.jsonl")
+    assert [line["step"] for line in together] == list(range(1, 21))
+    for name in ("loss", "grad_norm", "lr"):
+        assert np.allclose([line[name] for line in together], [line[name] for line in alone], rtol=1e-4)
+    assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=1e-5)
+    assert latest_checkpoint(tmp_path / "two")[1]["step"] == 20
+    (tmp_path / "two" / "checkpoints" / "step-00000020" / "checkpoint.json").unlink()
+    assert train(model, TOKENS, VAL, config, tmp_path / "two", quiet=True)["resumed_from"] == 10
