@@ -7,6 +7,7 @@ The launchers run on meta tensors while every launch is recorded instead of made
 for the target (sm_80, sm_90, sm_100, gfx942).
 """
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -122,6 +123,23 @@ def portable_launches(form, **shape):
     return record(launch)
 
 
+def fast_launches(form, **shape):
+    "What a fast forward and backward launch."
+    module = importlib.import_module(f"longhorn_kit.scan.triton_{form}")
+    plan, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    a = inputs(form=form, **shape)
+    (B, T, D), N = a["x"].shape, a["k"].shape[-1]
+    packed = None if a["cu_seqlens"] is None else len(a["cu_seqlens"]) - 1
+    a.pop("A")
+
+    def launch():
+        out, final, ckpt = forward(plan(B, T, D, N, packed), **a)
+        rest = {n: v for n, v in a.items() if n != "initial_state"}
+        backward(plan(B, T, D, N, packed, direction="backward"), out, final, ckpt, **rest)
+
+    return record(launch)
+
+
 def cases(what):
     "(name, launches) of everything to compile."
     if what in ("portable", "all"):
@@ -130,6 +148,13 @@ def cases(what):
         for form in ("diagonal", "exact"):
             yield f"{form} N=64", portable_launches(form, N=64)
             yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
+    if what in ("fast", "all"):
+        for form in ("diagonal", "exact"):
+            yield f"fast {form}", fast_launches(form)
+            yield f"fast {form} ragged", fast_launches(form, B=1, T=2001, D=2008)
+            yield f"fast {form} bare", fast_launches(form, z=False, state=False)
+        yield "fast exact N=64", fast_launches("exact", N=64)
+        yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
 
 
 def main():

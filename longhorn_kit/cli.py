@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims', 'chosen_claims',
-           'writable_folder', 'set_aside', 'finished_record', 'run_claim', 'finished_records', 'Reproduce',
-           'model_folder', 'tokenizer_name', 'stream_text', 'Generate', 'TrainLM', 'parse', 'fail', 'main']
+           'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim', 'finished_records',
+           'Reproduce', 'model_folder', 'stream_text', 'Generate', 'known', 'TrainLM', 'parse', 'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -85,7 +84,8 @@ def chosen_claims(
             raise ValueError(f"{claim.name} has no run at scale {scale}; "
                              f"those that have one: {listed(scale) or 'none yet'}")
     if not claims:
-        raise ValueError(f"no claim has a run at scale {scale}; at scale laptop: {listed('laptop')}")
+        raise ValueError(
+            f"no claim has a run at scale {scale}; at scale laptop: {listed('laptop')}")
     return claims
 
 # %% ../nbs/cli.ipynb #cli-015
@@ -129,7 +129,20 @@ def finished_record(
     except ValueError:
         return None
 
-# %% ../nbs/cli.ipynb #cli-019
+# %% ../nbs/cli.ipynb #cli-020
+def same_settings(
+    module,       # of the claim
+    scale: str,
+    record: dict, # of a finished run
+) -> bool:
+    "Whether the module would run with the settings of this record; True where it does not say."
+    if not hasattr(module, "settings_for"):
+        return True
+    from longhorn_kit.lab.records import to_plain
+    now = to_plain(module.settings_for(scale))
+    return all(record["settings"].get(name) == value for name, value in now.items())
+
+# %% ../nbs/cli.ipynb #cli-021
 def run_claim(
     claim: Claim,
     scale: str,
@@ -138,21 +151,21 @@ def run_claim(
 ) -> dict:        # its record
     "Run one claim, or find that it is done, and print its verdict."
     from longhorn_kit.lab.report import duration
-    folder = out / claim.name / scale
+    folder, module = out / claim.name / scale, claim_module(claim)
     if fresh and set_aside(folder):
         print(f"  the earlier run is now {folder}.previous")
     record = finished_record(claim, folder)
-    if record:
-        print(f"  already finished in {folder}; nothing to do (--fresh runs it again)", flush=True)
+    if record and same_settings(module, scale, record):
+        print(f"  already finished in {folder}, not run again (--fresh does)", flush=True)
     else:
         if folder.exists():
             print(f"  going on with what is in {folder}", flush=True)
-        record = claim_module(claim).run(scale, folder)
+        record = module.run(scale, folder)
     ours, verdict = judge(claim, record)
     print(f"  {verdict}: {ours}  [{duration(record['seconds'])}]", flush=True)
     return record
 
-# %% ../nbs/cli.ipynb #cli-020
+# %% ../nbs/cli.ipynb #cli-022
 def finished_records(
     out: Path, # the runs folder
 ) -> list[dict]:
@@ -160,7 +173,7 @@ def finished_records(
     runs = [(claim, out / claim.name / scale) for scale in SCALES for claim in runnable(scale)]
     return [record for claim, folder in runs if (record := finished_record(claim, folder))]
 
-# %% ../nbs/cli.ipynb #cli-021
+# %% ../nbs/cli.ipynb #cli-023
 Scale = Literal["laptop", "gpu", "paper"]
 
 @dataclass
@@ -189,7 +202,7 @@ class Reproduce:
         from longhorn_kit.lab.report import write_report
         return write_report(finished_records(out), out / "report.html", ledger(out))
 
-# %% ../nbs/cli.ipynb #cli-023
+# %% ../nbs/cli.ipynb #cli-025
 def model_folder(
     checkpoint: str | Path, # a model's folder, or the folder of the training run that made it
 ) -> Path:
@@ -202,22 +215,6 @@ def model_folder(
             return candidate
     raise FileNotFoundError(
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
-
-# %% ../nbs/cli.ipynb #cli-025
-def tokenizer_name(
-    folder: Path,    # the model's folder
-    vocab_size: int, # of the model
-) -> str:
-    "The tokenizer that the model was trained with; ValueError where that cannot be known."
-    for about in (folder / "tokenizer.json", folder.parent / "tokenizer.json"):
-        if about.is_file():
-            return json.loads(about.read_text())["tokenizer"]
-    if vocab_size == 256:
-        return "bytes"
-    if 50257 <= vocab_size <= 50304: # padded up to a multiple of 64
-        return "gpt2"
-    raise ValueError(f"the tokenizer of {folder} is unknown (its vocabulary has {vocab_size} entries); "
-                     "name it with --tokenizer")
 
 # %% ../nbs/cli.ipynb #cli-026
 def stream_text(
@@ -256,18 +253,30 @@ class Generate:
         import torch
 
         from longhorn_kit.lab.data import get_tokenizer
+        from longhorn_kit.lab.language import trained_tokenizer
+        from longhorn_kit.lab.report import readable
         from longhorn_kit.models import SequenceLM
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = SequenceLM.from_pretrained(folder, device=device).eval()
-        tokenizer = get_tokenizer(self.tokenizer or tokenizer_name(folder, model.config.vocab_size))
+        name = self.tokenizer or trained_tokenizer(folder, model.config.vocab_size)
+        tokenizer = get_tokenizer(name)
         ids = torch.tensor([tokenizer.encode(self.prompt).tolist()], device=device)
         new = model.stream(ids, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
-        show = lambda text: print(text, end="", flush=True)
+        show = lambda text: print(readable(text), end="", flush=True)
         show(self.prompt)
         stream_text(new, tokenizer, show)
         print()
 
 # %% ../nbs/cli.ipynb #cli-030
+def known(
+    kind: str, # what the name is a name of
+    name: str, # what was typed
+    names,     # what exists
+):
+    "Nothing if the name exists, else `UsageError` with the nearest one."
+    if name not in names:
+        raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
+
 @dataclass
 class TrainLM:
     "Train a language model; the same command continues an interrupted run."
@@ -286,6 +295,8 @@ class TrainLM:
     n_layer: int | None = None    # blocks
     seed: int | None = None       # of weights, data order and dropout
     eval_every: int | None = None # steps between evaluations
+    save_every: int | None = None # steps between checkpoints
+    tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER
 
     interrupted = "interrupted; the same command goes on from the last checkpoint"
 
@@ -293,8 +304,10 @@ class TrainLM:
         fixed = ("preset", "out", "mixer", "data")
         given = {name: value for name, value in vars(self).items() if value is not None}
         overrides = {name: value for name, value in given.items() if name not in fixed}
-        writable_folder(self.out)
-        from longhorn_kit.lab.language import train_lm
+        from longhorn_kit.lab.language import LM_PRESETS, train_lm
+        from longhorn_kit.models import MIXERS
+        known("preset", self.preset, LM_PRESETS)
+        known("mixer", self.mixer, MIXERS)
         train_lm(self.preset, self.mixer, self.data, self.out, **overrides)
 
 # %% ../nbs/cli.ipynb #cli-032

@@ -161,3 +161,14 @@ def test_published_numbers_of_the_rows_are_those_of_the_tables():
     assert str(claims.OPENWEBTEXT["120M"]["longhorn_scalar"]) in published["scalar-rate"]
     assert str(claims.OPENWEBTEXT["350M"]["mamba_input_a"]) in published["input-dependent-a"]
     assert all(f"{value:.2f}" in published["downstream"] for value in claims.DOWNSTREAM_PERPLEXITY.values())
+
+
+@pytest.mark.parametrize("longhorn, mamba, attention", [
+    ([2.1], [2.2], [2.3]), ([2.1], [2.13], [2.3]), ([2.3], [2.2], [2.1]), ([2.1, 2.2], [2.2, 2.3], [2.3, 2.35]),
+    ([2.1, 2.2], [2.2, 2.1], [2.3, 2.4]), ([2.4, 2.4], [2.2, 2.25], [2.3, 2.3])])
+def test_language_is_judged_as_its_own_module_judges_it(longhorn, mamba, attention):
+    from longhorn_kit.lab import language
+    bits = {"longhorn": longhorn, "mamba": mamba, "attention": attention, "longhorn_exact": longhorn}
+    record = {"results": {"bits_per_byte": bits}}
+    assert claims.judge_language(record) == language.verdict(record)
+    assert claims.ONE_SEED == language.ONE_SEED

@@ -220,10 +220,18 @@ def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
 def test_generate_agrees_with_the_model(model, capsys):
     import torch
 
+    from longhorn_kit.lab.data import get_tokenizer
+    from longhorn_kit.lab.report import readable
     from longhorn_kit.models import SequenceLM
     cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])
     tokens = SequenceLM.from_pretrained(model).eval().generate(torch.tensor([list(b"abc")]), 12, temperature=0)
-    assert capsys.readouterr().out == bytes(tokens[0].tolist()).decode("utf-8", "replace").replace("\0", "\n") + "\n" or b"\0" in bytes(tokens[0].tolist())
+    assert capsys.readouterr().out == readable(get_tokenizer("bytes").decode(tokens[0].tolist())) + "\n"
+
+
+def test_generate_sends_no_control_characters(model, capsys):
+    cli.main(["generate", str(model), "--prompt", "\x1b[2J", "--tokens", "300"])
+    out = capsys.readouterr().out
+    assert out.startswith("\ufffd[2J") and not any(ord(letter) < 32 and letter not in "\n\t" for letter in out)
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -293,3 +301,98 @@ def test_closed_pipe_is_silent():
 def test_unknown_claim_from_outside():
     out, err = (child := command("reproduce", "recal")).communicate(timeout=60)
     assert child.returncode == 2 and out == "" and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
+
+
+# Training, interrupting and going on
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"the cow says moo {i} times\n" * 40)
+    return folder
+
+
+def tiny(text, out, *flags):
+    return ["train-lm", "--preset", "laptop", "--data", f"{text}/*.txt", "--out", str(out), "--d-model", "8", "--n-layer", "1",
+            "--batch-size", "2", "--context", "16", "--steps", "4", *flags]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
+
+
+def test_train_then_generate(text, tmp_path, cache, capsys):
+    assert cli.main(tiny(text, tmp_path / "run")) == 0
+    capsys.readouterr()
+    for checkpoint in (tmp_path / "run", tmp_path / "run" / "model"):
+        assert cli.main(["generate", str(checkpoint), "--prompt", "the", "--tokens", "5"]) == 0
+        assert capsys.readouterr().out.startswith("the")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
+
+
+@pytest.mark.parametrize("flags, code, says", [
+    (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
+    (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),
+    (["--data", "nowhere/*.txt"], 1, "nowhere"), (["--data", "nowhere.txt"], 1, "nowhere.txt"),
+    (["--steps", "0"], 1, "steps"), (["--tokenizer", "words"], 1, "words"), (["--d-model", "-8"], 1, "d_model"),
+    (["--warmup", "9"], 1, "warmup"), (["--out", "file"], 1, "file"), (["--out", "file/deeper"], 1, "file"),
+])
+def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monkeypatch, flags, code, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
+
+
+def test_folder_of_another_run_is_not_overwritten(text, tmp_path, cache, capsys):
+    cli.main(tiny(text, tmp_path / "run"))
+    capsys.readouterr()
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "0.5"))
+    assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--mixer", "attention"))
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_divergence_is_one_line(text, tmp_path, cache, capsys):
+    assert "learning rate" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "1e30", "--steps", "40", "--warmup", "1"))
+
+
+def no_leftovers(folder):
+    assert not [path.name for path in Path(folder).rglob("*") if "partial" in path.name or path.suffix in (".part", ".tmp", ".old")]
+
+
+def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_path, cache):
+    words = tiny(text, tmp_path / "run", "--steps", "300", "--save-every", "30")
+    child = command(*words, env={"LONGHORN_CACHE": str(tmp_path / "cache")})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for _ in range(600):
+        if checkpoints.exists() and list(checkpoints.glob("step-*")) or child.poll() is not None:
+            break
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count("goes on") == 1
+    assert "Traceback" not in err
+    no_leftovers(tmp_path / "run")
+    assert not (tmp_path / "run" / "model").exists()
+    assert cli.main(words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 301))
+
+
+def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
+    child = command("reproduce", "recall", "--out", str(tmp_path / "runs"))
+    while "[1/1] recall" not in child.stdout.readline():
+        assert child.poll() is None
+    time.sleep(2) # importing, or in the first run
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and "Traceback" not in err
+    assert err.splitlines()[-1] == "longhorn: error: interrupted; what is finished is kept, and the same command goes on from there"
+    assert not (tmp_path / "runs" / "recall" / "laptop" / "record.json").exists()
+    no_leftovers(tmp_path / "runs")
+    for path in (tmp_path / "runs").rglob("*.json"):
+        json.loads(path.read_text())

@@ -15,7 +15,7 @@ TINY = RecallConfig(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_siz
 
 
 @settings(max_examples=20, deadline=None)
-@given(task=st.sampled_from(sorted(recall.WRITES)), half=st.integers(1, 9), size=st.integers(1, 5), values=st.integers(1, 9), seed=st.integers(0, 99))
+@given(task=st.sampled_from(sorted(recall.WRITES)), half=st.integers(1, 9), size=st.integers(2, 5), values=st.integers(1, 9), seed=st.integers(0, 99))
 def test_every_question_has_its_answer_in_the_stream(task, half, size, values, seed):
     config = replace(TINY, key_size=size, values=values)
     pairs = 2 * half
@@ -28,8 +28,7 @@ def test_every_question_has_its_answer_in_the_stream(task, half, size, values, s
         asked = [tuple(key) for key in keys[row, pairs:].tolist()]
         assert [memory[key] for key in asked] == answers[row].tolist()
         assert set(symbols[row, pairs:].tolist()) == {values} and symbols[row, :pairs].max() < values
-        if size > 1: # on a line there are only two keys of unit length
-            assert sorted(asked) == sorted(memory) and all(shown.count(key) == recall.WRITES[task] for key in memory)
+        assert sorted(asked) == sorted(memory) and all(shown.count(key) == recall.WRITES[task] for key in memory)
 
 
 @pytest.mark.parametrize("task", sorted(recall.WRITES))
@@ -140,3 +139,12 @@ def test_unknown_scale_is_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match="unknown scale 'moon' for recall; there is: laptop") as caught:
         run("moon", tmp_path)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_settings_that_make_no_task_are_refused():
+    with pytest.raises(ValueError, match="key_size is 1"): # on a line two keys are often the same
+        RecallConfig(key_size=1)
+    with pytest.raises(ValueError, match="pairs is 5"):
+        RecallConfig(pairs=5)
+    with pytest.raises(ValueError, match="unknown task 'twice'"):
+        RecallConfig(tasks=("twice",))

@@ -7,8 +7,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import records
 from longhorn_kit.lab.records import (
-    PlainProgress, append_jsonl, atomic_file, atomic_folder, commit_of_kit, environment, progress, read_json, read_jsonl, to_plain,
-    without_machine_paths, write_json, write_jsonl,
+    PlainProgress,
+    append_jsonl,
+    atomic_file,
+    atomic_folder,
+    commit_of_kit,
+    environment,
+    progress,
+    read_json,
+    read_jsonl,
+    to_plain,
+    without_machine_paths,
+    write_json,
+    write_jsonl,
 )
 
 
@@ -77,8 +88,10 @@ def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4), max_leaves=10)
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
 
 
 def finite(value):
@@ -94,8 +107,10 @@ def finite(value):
 @given(st.lists(json_values, min_size=1, max_size=3))
 def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("json")
+
     def strict(text):
         return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
     assert strict(write_json(folder / "a.json", values).read_text(encoding="utf-8")) == finite(values)
     append_jsonl(folder / "a.jsonl", *values)
     assert read_jsonl(folder / "a.jsonl") == finite(values)
@@ -104,7 +119,15 @@ def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
 
 
 def test_numbers_of_torch_and_numpy_become_plain():
-    plain = to_plain({"t": torch.tensor([1.0, math.inf]), "n": np.float32(0.5), "i": np.int64(3), "p": Path("a/b"), "d": torch.float32})
+    plain = to_plain(
+        {
+            "t": torch.tensor([1.0, math.inf]),
+            "n": np.float32(0.5),
+            "i": np.int64(3),
+            "p": Path("a/b"),
+            "d": torch.float32,
+        }
+    )
     assert plain == {"t": [1.0, None], "n": 0.5, "i": 3, "p": "a/b", "d": "torch.float32"}
     json.dumps(plain, allow_nan=False)
 
@@ -141,15 +164,20 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
 
 def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
     assert commit_of_kit(tmp_path) is None
-    (tmp_path / ".git").mkdir() # a repository, but not of the kit
+    (tmp_path / ".git").mkdir()  # a repository, but not of the kit
     assert commit_of_kit(tmp_path) is None
-    (tmp_path / "longhorn_kit").mkdir() # looks like one, but git cannot read it
+    (tmp_path / "longhorn_kit").mkdir()  # looks like one, but git cannot read it
     assert commit_of_kit(tmp_path) is None
 
 
 def test_commit_says_when_files_differ(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(tmp_path), *words], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(tmp_path), *words],
+            check=True,
+            capture_output=True,
+        )
+
     (tmp_path / "longhorn_kit").mkdir()
     (tmp_path / "longhorn_kit" / "a.py").write_text("1")
     git("init"), git("add", "."), git("commit", "-m", "first")
@@ -160,7 +188,9 @@ def test_commit_says_when_files_differ(tmp_path):
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     class Terminal(io.StringIO):
-        def isatty(self): return True
+        def isatty(self):
+            return True
+
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress(3, "steps") as bar:
         for _ in range(3):
@@ -170,7 +200,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert list(progress(range(3), "steps", every=0)) == [0, 1, 2]
-    assert sys.stderr.getvalue().count("\n") == 3 and "\r" not in sys.stderr.getvalue() and "steps: 3/3" in sys.stderr.getvalue()
+    assert (
+        sys.stderr.getvalue().count("\n") == 3
+        and "\r" not in sys.stderr.getvalue()
+        and "steps: 3/3" in sys.stderr.getvalue()
+    )
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert list(progress(range(3), every=0, disable=True)) == [0, 1, 2] and sys.stderr.getvalue() == ""
 

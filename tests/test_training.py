@@ -1,4 +1,5 @@
-"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains: the tests start it, and kill it."""
+"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains, to be killed."""
+
 import dataclasses, errno, json, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
@@ -10,20 +11,37 @@ from longhorn_kit.lab import training
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.records import read_json, read_jsonl
 from longhorn_kit.lab.training import (
-    TrainConfig, TrainingDiverged, checkpoints, evaluate, latest_checkpoint, learning_rate, parameter_groups, train,
+    TrainConfig,
+    TrainingDiverged,
+    checkpoints,
+    evaluate,
+    latest_checkpoint,
+    learning_rate,
+    parameter_groups,
+    train,
 )
 
-CONFIG = TrainConfig(steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10)
+CONFIG = TrainConfig(
+    steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10
+)
 TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
-VAL = np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8) # 203 predictions: the last window is short
+VAL = (
+    np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)
+)  # 203 predictions: the last window is short
 
 
 class Tiny(nn.Module):
     "Small, but with dropout, so that a random state that is not restored shows."
+
     def __init__(self, seed=0, d=16):
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.dropout, self.hidden, self.head = nn.Embedding(32, d), nn.Dropout(0.2), nn.Linear(d, d), nn.Linear(d, 32)
+        self.embed, self.dropout, self.hidden, self.head = (
+            nn.Embedding(32, d),
+            nn.Dropout(0.2),
+            nn.Linear(d, d),
+            nn.Linear(d, 32),
+        )
 
     def forward(self, tokens, targets):
         logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
@@ -32,6 +50,7 @@ class Tiny(nn.Module):
 
 class Interrupting(Sampler):
     "A sampler to which something happens before its n-th batch."
+
     def __init__(self, at, what, **options):
         super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
         self.at, self.what = at, what
@@ -53,6 +72,7 @@ def curve(lines):
 def failing(error):
     def what():
         raise error
+
     return what
 
 
@@ -70,7 +90,7 @@ def whole(one_thread):
     return curve(run()["history"])
 
 
-if __name__ == "__main__": # trains slowly enough to be killed
+if __name__ == "__main__":  # trains slowly enough to be killed
     torch.set_num_threads(1)
     slow = Interrupting(0, None)
     slow.next_batch = lambda: time.sleep(0.02) or Sampler.next_batch(slow)
@@ -80,8 +100,13 @@ if __name__ == "__main__": # trains slowly enough to be killed
 
 # ---- going on
 
+
 def start(folder, **environment):
-    return subprocess.Popen([sys.executable, __file__, str(folder)], env=os.environ | environment, cwd=Path(__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        env=os.environ | environment,
+        cwd=Path(__file__).parent.parent,
+    )
 
 
 def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
@@ -95,18 +120,21 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         process.kill()
     assert process.wait() == -signal.SIGKILL
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
-    torch.manual_seed(99) # whoever resumes has another random state, and other initial weights
+    torch.manual_seed(99)  # whoever resumes has another random state, and other initial weights
     result = run(tmp_path / "run", seed=7)
     assert result["resumed_from"] in (20, 30, 40)
     assert curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    assert [attempt["from_step"] for attempt in read_json(tmp_path / "run" / "config.json")["attempts"]] == [0, result["resumed_from"]]
+    assert [attempt["from_step"] for attempt in read_json(tmp_path / "run" / "config.json")["attempts"]] == [
+        0,
+        result["resumed_from"],
+    ]
 
 
 @pytest.mark.parametrize("at", [1, 10, 11, 60])
 def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at):
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(at, failing(MemoryError("killed"))))
-    weights = 3 if at > 10 else 0 # before the first checkpoint the initial weights still matter
+    weights = 3 if at > 10 else 0  # before the first checkpoint the initial weights still matter
     assert curve(run(tmp_path, seed=weights)["history"]) == whole
 
 
@@ -124,6 +152,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path):
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Interrupting(13, twice))
     assert checkpoints(tmp_path)[-1].name == "step-00000010"
@@ -134,7 +163,7 @@ def test_a_finished_run_is_not_run_again(tmp_path, whole):
     again = run(tmp_path, Interrupting(1, failing(AssertionError("trained again"))), seed=5)
     assert curve(again["history"]) == whole and again["val_loss"] == whole[-1]["val_loss"]
     model = Tiny(5)
-    train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True) # and the weights are those of the end
+    train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True)  # and the weights are those of the end
     assert math.isclose(evaluate(model, VAL, CONFIG.context), whole[-1]["val_loss"], rel_tol=1e-6)
 
 
@@ -148,15 +177,24 @@ def test_checkpoints_by_time(tmp_path):
     config = dataclasses.replace(CONFIG, save_every=0, save_seconds=0.0)
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(26, failing(MemoryError())), config)
-    assert checkpoints(tmp_path)[-1].name == "step-00000024" # the clock is looked at when metrics are written
+    assert (
+        checkpoints(tmp_path)[-1].name == "step-00000024"
+    )  # the clock is looked at when metrics are written
 
 
 # ---- damage
 
-@pytest.mark.parametrize("file, damage", [
-    ("*model*", lambda b: b[:len(b) // 2]), ("optimizer.bin", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]), ("checkpoint.json", lambda b: b[:30]),
-    ("checkpoint.json", lambda b: b"[]"), ("random_states_0.pkl", None),
-])
+
+@pytest.mark.parametrize(
+    "file, damage",
+    [
+        ("*model*", lambda b: b[: len(b) // 2]),
+        ("optimizer.bin", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
+        ("checkpoint.json", lambda b: b[:30]),
+        ("checkpoint.json", lambda b: b"[]"),
+        ("random_states_0.pkl", None),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, whole, file, damage):
     run(tmp_path)
     victim = next((tmp_path / "checkpoints" / "step-00000060").glob(file))
@@ -180,6 +218,13 @@ def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(tmp_path):
     assert "\n" not in str(caught.value) and (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def test_lost_metrics_are_noticed(tmp_path):
+    run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="metrics.jsonl does not have every step up to 60; delete the folder"):
+        run(tmp_path)
+
+
 def test_a_folder_belongs_to_one_run(tmp_path):
     short = dataclasses.replace(CONFIG, steps=10, save_every=5)
     run(tmp_path, config=short)
@@ -196,15 +241,24 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 @pytest.mark.parametrize("where", ["os.replace", "torch.save", "fsync"])
 def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, where):
     real = {"os.replace": os.replace, "torch.save": torch.save, "fsync": os.fsync}[where]
+
     def full(*args, **options):
-        if "step-00000030" in str(args) + str([os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]):
-            if where == "torch.save": # torch's own words
+        if "step-00000030" in str(args) + str(
+            [os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]
+        ):
+            if where == "torch.save":  # torch's own words
                 raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(*{"os.replace": (os, "replace"), "torch.save": (torch, "save"), "fsync": (os, "fsync")}[where], full)
-        with pytest.raises(OSError, match="cannot write .*step-00000030.*what was there before is unchanged") as caught:
+        patch.setattr(
+            *{"os.replace": (os, "replace"), "torch.save": (torch, "save"), "fsync": (os, "fsync")}[where],
+            full,
+        )
+        with pytest.raises(
+            OSError, match="cannot write .*step-00000030.*what was there before is unchanged"
+        ) as caught:
             run(tmp_path)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
@@ -221,8 +275,10 @@ def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole):
 
 # ---- divergence
 
+
 class Nan(Tiny):
     "A model whose loss or gradient is wrong at one call in training."
+
     def __init__(self, at, gradient_only=False):
         super().__init__()
         self.at, self.calls, self.gradient_only = at, 0, gradient_only
@@ -237,13 +293,17 @@ class Nan(Tiny):
 
 @pytest.mark.parametrize("gradient_only", [False, True])
 def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradient_only):
-    with pytest.raises(TrainingDiverged, match=r"at step 18 \(.*last good checkpoint: .*step-00000010; ") as caught:
+    with pytest.raises(
+        TrainingDiverged, match=r"at step 18 \(.*last good checkpoint: .*step-00000010; "
+    ) as caught:
         train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
     assert "\n" not in str(caught.value) and ("gradient" in str(caught.value)) == gradient_only
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010"]
     lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 18)) and all(math.isfinite(line["loss"]) for line in lines)
-    assert curve(run(tmp_path)["history"])[-1]["step"] == 60 # the good checkpoint is good
+    assert [line["step"] for line in lines] == list(range(1, 18)) and all(
+        math.isfinite(line["loss"]) for line in lines
+    )
+    assert curve(run(tmp_path)["history"])[-1]["step"] == 60  # the good checkpoint is good
 
 
 def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
@@ -257,8 +317,10 @@ def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
 
 # ---- evaluation
 
+
 class Table(nn.Module):
     "A bigram table: its loss on a text can be added up by hand whatever the windows are."
+
     def __init__(self):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
@@ -278,7 +340,11 @@ def test_evaluation_is_the_mean_over_every_token_but_the_first(length, context, 
 
 
 def test_every_prediction_is_made_once():
-    seen = [(int(a), int(b)) for x, y in training.windows(np.arange(204), 8, 3) for a, b in zip(x.flatten(), y.flatten())]
+    seen = [
+        (int(a), int(b))
+        for x, y in training.windows(np.arange(204), 8, 3)
+        for a, b in zip(x.flatten(), y.flatten())
+    ]
     assert seen == [(i, i + 1) for i in range(203)]
     assert max(len(x) for x, _ in training.windows(np.arange(204), 8, 3)) == 3
 
@@ -296,8 +362,9 @@ def test_evaluation_changes_nothing():
 
 
 def test_how_often_one_evaluates_does_not_change_training(whole):
-    def noisy(model): # an evaluation that draws random numbers
+    def noisy(model):  # an evaluation that draws random numbers
         return {"score": float(torch.rand(()))}
+
     often = train(Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True)
     assert [line["loss"] for line in often["history"]] == [line["loss"] for line in whole]
     assert "score" in often and all("score" in line for line in often["history"])
@@ -305,29 +372,47 @@ def test_how_often_one_evaluates_does_not_change_training(whole):
 
 # ---- optimisation
 
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.data())
 def test_schedule_rises_then_falls_to_its_end(steps, data):
-    config = TrainConfig(steps=steps, warmup=data.draw(st.integers(0, steps - 1)), lr=0.5, lr_final=data.draw(st.floats(0, 1)))
+    config = TrainConfig(
+        steps=steps, warmup=data.draw(st.integers(0, steps - 1)), lr=0.5, lr_final=data.draw(st.floats(0, 1))
+    )
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
-    up, down = rates[:config.warmup], rates[max(config.warmup - 1, 0):]
+    up, down = rates[: config.warmup], rates[max(config.warmup - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
-    assert math.isclose(rates[-1], 0.5 * config.lr_final, abs_tol=1e-12) and all(rate > 0 for rate in rates[:-1])
+    assert math.isclose(rates[-1], 0.5 * config.lr_final, abs_tol=1e-12) and all(
+        rate > 0 for rate in rates[:-1]
+    )
 
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.proj, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
-            self.head.weight = self.embed.weight # tied
-            self.conv, self.norm, self.A_log = nn.Conv1d(4, 4, 4, groups=4), nn.LayerNorm(4), nn.Parameter(torch.zeros(4, 2))
+            self.embed, self.proj, self.head = (
+                nn.Embedding(9, 4),
+                nn.Linear(4, 4),
+                nn.Linear(4, 9, bias=False),
+            )
+            self.head.weight = self.embed.weight  # tied
+            self.conv, self.norm, self.A_log = (
+                nn.Conv1d(4, 4, 4, groups=4),
+                nn.LayerNorm(4),
+                nn.Parameter(torch.zeros(4, 2)),
+            )
             self.conv_weight, self.raw, self.special = (nn.Parameter(torch.zeros(4, 4)) for _ in range(3))
             self.special._no_weight_decay = True
             self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
     model = Block()
     decay, rest = parameter_groups(model, 0.1)
-    assert decay["names"] == ["raw", "proj.weight"] and decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    assert (
+        decay["names"] == ["raw", "proj.weight"]
+        and decay["weight_decay"] == 0.1
+        and rest["weight_decay"] == 0
+    )
     ids = [id(p) for group in (decay, rest) for p in group["params"]]
     assert len(ids) == len(set(ids)) == sum(p.requires_grad for p in model.parameters())
 
@@ -335,11 +420,16 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group():
 @pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention"])
 def test_language_models_decay_projections_alone(mixer):
     from longhorn_kit.models import LMConfig, SequenceLM
+
     model = SequenceLM(LMConfig(vocab_size=64, d_model=16, n_layer=1, mixer=mixer))
     decay, rest = parameter_groups(model, 0.1)
     modules = dict(model.named_modules())
-    assert decay["names"] and all(isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"])
-    linear = {id(m.weight) for m in modules.values() if isinstance(m, nn.Linear)} - {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    assert decay["names"] and all(
+        isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"]
+    )
+    linear = {id(m.weight) for m in modules.values() if isinstance(m, nn.Linear)} - {
+        id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)
+    }
     assert {id(p) for p in decay["params"]} == linear
 
 
@@ -349,7 +439,7 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     model.dropout.p = ours.dropout.p = 0.0
     result = train(ours, TOKENS, None, config, quiet=True)
     sampler, moments, losses = Sampler(TOKENS, 8, 4, 0), {}, []
-    for step in range(1, 6): # AdamW written out
+    for step in range(1, 6):  # AdamW written out
         model.zero_grad()
         loss = model(*sampler.next_batch())[1]
         loss.backward()
@@ -373,15 +463,29 @@ def test_accumulated_parts_are_one_batch():
     def losses(accumulate):
         model = Tiny()
         model.dropout.p = 0.0
-        return [line["loss"] for line in train(model, TOKENS, None, dataclasses.replace(CONFIG, accumulate=accumulate), quiet=True)["history"]]
+        return [
+            line["loss"]
+            for line in train(
+                model, TOKENS, None, dataclasses.replace(CONFIG, accumulate=accumulate), quiet=True
+            )["history"]
+        ]
+
     assert np.allclose(losses(1), losses(4), rtol=1e-4)
 
 
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
-    result = train(model, np.tile(TOKENS[:32], 50), None, dataclasses.replace(CONFIG, precision="bf16", steps=200), quiet=True)
-    assert result["loss"] < 2.0 < result["history"][0]["loss"] and all(p.dtype == torch.float32 for p in model.parameters())
-    assert run()["steps"] == 60 # and float32 afterwards, in the same process
+    result = train(
+        model,
+        np.tile(TOKENS[:32], 50),
+        None,
+        dataclasses.replace(CONFIG, precision="bf16", steps=200),
+        quiet=True,
+    )
+    assert result["loss"] < 2.0 < result["history"][0]["loss"] and all(
+        p.dtype == torch.float32 for p in model.parameters()
+    )
+    assert run()["steps"] == 60  # and float32 afterwards, in the same process
 
 
 def test_the_seed_changes_the_order_of_the_data(whole):
@@ -398,10 +502,15 @@ def test_training_leaves_the_callers_random_state_alone():
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (dict(steps=0), "steps is 0"), (dict(warmup=60), "warmup is 60; it must be .* below steps=60"), (dict(precision="fp8"), "precision is 'fp8'"),
-    (dict(accumulate=0), "accumulate is 0"),
-])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (dict(steps=0), "steps is 0"),
+        (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"),
+        (dict(precision="fp8"), "precision is 'fp8'"),
+        (dict(accumulate=0), "accumulate is 0"),
+    ],
+)
 def test_impossible_settings_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(CONFIG, **wrong)
@@ -414,25 +523,46 @@ def test_a_batch_that_cannot_be_shared_is_refused():
 
 def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")])
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")]
+    )
     run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
     record = read_json(tmp_path / "run" / "config.json")
-    assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
+    assert (
+        record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
+    )
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
 
 
 # ---- several processes
 
+
 def test_two_processes_train_as_one_would(tmp_path):
     "The same batches, losses and evaluation; then one process goes on from their checkpoint."
-    script = ("import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1); m = Tiny(); m.dropout.p = 0.0;"
-              "train(m, TOKENS, VAL, dataclasses.replace(CONFIG, steps=20), sys.argv[1], quiet=True); torch.distributed.destroy_process_group()")
+    script = (
+        "import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1);"
+        "model = Tiny(); model.dropout.p = 0.0; config = dataclasses.replace(CONFIG, steps=20);"
+        "train(model, TOKENS, VAL, config, sys.argv[1], quiet=True); torch.distributed.destroy_process_group()"
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="2")
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "two")], cwd=Path(__file__).parent.parent,
-                                  env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    shared = dict(
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        ACCELERATE_USE_CPU="true",
+        OMP_NUM_THREADS="1",
+        LOCAL_WORLD_SIZE="2",
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / "two")],
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:

@@ -7,8 +7,8 @@ __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'GPT2_PATTERN', 
            'name_hash', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text',
            'file_documents', 'matching_files', 'hub_rows', 'hub_documents', 'load_documents', 'load_text',
            'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards',
-           'ShardWriter', 'split_documents', 'write_corpus', 'open_shards', 'Corpus', 'source_hash', 'cache_folder',
-           'prepare', 'tokenizer_hash', 'epoch_order', 'Sampler']
+           'ShardWriter', 'split_documents', 'write_corpus', 'open_shards', 'Corpus', 'source_hash', 'tokenizer_hash',
+           'parts_of', 'cache_folder', 'prepare', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
 import glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, sys, sysconfig, zlib
@@ -20,10 +20,11 @@ from .records import atomic_folder, progress, read_json, write_json
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-007
 PACKAGES = (
-    "asyncio", "collections", "concurrent", "ctypes", "email", "html", "http", "importlib", "json", "logging",
-    "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "xmlrpc", "zoneinfo",
+    "asyncio", "collections", "concurrent", "ctypes", "email", "html", "http", "importlib", "json",
+    "logging", "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "xmlrpc",
+    "zoneinfo",
 )
-LARGEST_FILE = 150_000 # bytes; longer modules are mostly tables
+LARGEST_FILE = 150_000 # bytes
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-008
 def stdlib_files():
@@ -42,7 +43,7 @@ def normalise(
     data, # bytes of a text file
     name, # what to call it in an error
 ):
-    "The text in `data` with plain newlines; raises ValueError when it is binary, not UTF-8, or empty."
+    "The text in `data` with newlines as \\n; raises ValueError when it is binary, not UTF-8 or empty."
     if b"\0" in data:
         raise ValueError(f"{name} is not text: it contains NUL bytes")
     try:
@@ -57,7 +58,8 @@ def normalise(
 def help_topics():
     "Python's help topics that are not part of a longer topic: {name: text}."
     from pydoc_data.topics import topics
-    lines = {name: {line for line in text.splitlines() if len(line) >= 30} for name, text in topics.items()}
+    lines = {name: {line for line in text.splitlines() if len(line) >= 30}
+             for name, text in topics.items()}
     kept = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
         if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in kept):
@@ -73,7 +75,7 @@ def name_hash(
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-014
 def embedded_documents():
-    "The embedded corpus: (name, text) for every help topic and standard-library source, in a fixed order."
+    "The embedded corpus: (name, text) of help topics and standard-library sources, in a fixed order."
     sources = help_topics() | stdlib_files()
     for name in sorted(sources, key=lambda name: name_hash(f"order of {name}")):
         text = sources[name]
@@ -152,7 +154,9 @@ def open_text(
 def file_documents(
     path, # one text file
 ):
-    "The documents of one file as (name, text), read line by line; raises ValueError or OSError naming the file."
+    """The documents of one file as (name, text), read line by line.
+
+    Raises ValueError or OSError naming the file."""
     lines, number, path = [], 1, Path(path)
     try:
         with open_text(path) as stream:
@@ -179,10 +183,12 @@ def matching_files(
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if path.is_dir():
+        raise FileNotFoundError(f"data source {pattern!r} is a folder; name its files, such as {path}/*.txt")
+    found = sorted(name for name in map(Path, glob.glob(str(path), recursive=True)) if name.is_file())
     if not found:
-        kind = "is a folder; name its files, for example as" if path.is_dir() else "matches no file; sources are 'stdlib', hf:NAME or files such as"
-        raise FileNotFoundError(f"data source {pattern!r} {kind} {str(path) + '/*.txt' if path.is_dir() else 'books/*.txt.xz'}")
+        raise FileNotFoundError(f"data source {pattern!r} matches no file; sources are 'stdlib', "
+                                "hf:NAME, or files such as books/*.txt.xz")
     return found
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-030
@@ -190,37 +196,39 @@ def hub_rows(
     name,  # dataset name, optionally followed by ":" and its configuration
     split, # which split to read
 ):
-    "The rows of a Hugging Face dataset as dicts; raises OSError in one line when it cannot be loaded."
+    "The rows of a Hugging Face dataset as dicts; raises OSError in one line if it cannot be loaded."
     try:
         from datasets import load_dataset
     except ImportError:
         raise OSError("sources hf:NAME need the `datasets` package: pip install datasets") from None
     path, _, config = name.partition(":")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # without a network it would announce every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # or it announces every retry
     try:
         yield from load_dataset(path, config or None, split=split, streaming=True)
     except Exception as error: # a network fails in as many ways as there are networks
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"cannot load the dataset {name!r} (Hugging Face hub or folder): {reason}") from None
+        raise OSError(f"cannot load the dataset {name!r} (hub or folder): {reason}") from None
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-031
 def hub_documents(
     name,          # as for `hub_rows`
     split="train", # which split to read
 ):
-    "The documents of a Hugging Face dataset as (name, text); its text must be in a column `text` or `content`."
+    "The documents of a Hugging Face dataset as (name, text), from its column `text` or `content`."
     for number, row in enumerate(hub_rows(name, split)):
         column = "text" if "text" in row else "content"
         if column not in row:
-            raise ValueError(f"dataset {name!r} has no column 'text' or 'content'; it has {', '.join(row)}")
+            raise ValueError(f"dataset {name!r} has no column 'text' or 'content'; "
+                             f"it has {', '.join(row)}")
         if row[column].strip():
-            yield f"{name}/{split}#{number}", normalise(row[column].encode(), f"{name}, row {number}")
+            text = normalise(row[column].encode(), f"{name}, row {number}")
+            yield f"{name}/{split}#{number}", text
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-032
 def load_documents(
     source, # "stdlib", a path or glob of text files, or "hf:NAME[:CONFIG]"
 ):
-    "The documents of a source as (name, text), one after another; raises ValueError or OSError in one line."
+    "The documents of a source as (name, text); raises ValueError or OSError in one line."
     if source == "stdlib":
         yield from embedded_documents()
     elif source.startswith("hf:"):
@@ -281,9 +289,10 @@ def gpt2_from_folder(
             raise FileNotFoundError(f"tokenizer gpt2:{folder}: {file} is missing")
     try:
         ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files))
-        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": 50256})
     except (AssertionError, ValueError, KeyError) as error:
-        raise ValueError(f"tokenizer gpt2:{folder}: the files do not fit together ({error})") from None
+        raise ValueError(f"tokenizer gpt2:{folder}: its files do not fit together ({error})") from None
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-039
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -292,7 +301,9 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 def get_tokenizer(
     name, # "bytes", "gpt2" or "gpt2:FOLDER"
 ):
-    "The tokenizer of that name, with `encode`, `decode`, `vocab_size` and `end`; raises ValueError or OSError in one line."
+    """The tokenizer of that name, with `encode`, `decode`, `vocab_size` and `end`.
+
+    Raises ValueError or OSError in one line."""
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("gpt2:"):
@@ -303,8 +314,8 @@ def get_tokenizer(
     try:
         return BPETokenizer(tiktoken.get_encoding("gpt2"))
     except Exception as error: # the network fails in as many ways as there are networks
-        raise OSError(f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); without a network use gpt2:FOLDER "
-                      "with encoder.json and vocab.bpe") from None
+        raise OSError(f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); "
+                      "without a network use gpt2:FOLDER with encoder.json and vocab.bpe") from None
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-043
 def token_dtype(
@@ -315,7 +326,7 @@ def token_dtype(
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-044
 class TokenShards:
-    "Token shards as one read-only array: `len(tokens)`, `tokens[i]`, `tokens[a:b]`, `np.asarray(tokens)`."
+    "Token shards as one read-only array: `len(t)`, `t[i]`, `t[a:b]`, `np.asarray(t)`."
     def __init__(self,
         arrays, # 1-d arrays, usually memory-mapped, in order
     ):
@@ -340,14 +351,14 @@ class TokenShards:
             if offset >= stop:
                 break
             parts.append(array[max(start - offset, 0):stop - offset])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self[:], dtype=dtype)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-047
 class ShardWriter:
-    "Writes one part of a corpus as `PART-00000.bin`, `PART-00001.bin`, ... and counts what it writes."
+    "Writes one part of a corpus as `PART-00000.bin`, `PART-00001.bin`, ... and counts."
     def __init__(self,
         folder,         # where to write
         part,           # "train" or "val"
@@ -380,7 +391,8 @@ class ShardWriter:
         "Finish the open file and begin the next."
         self.close()
         name = f"{self.part}-{len(self.shards):05d}.bin"
-        self.file, self.digest, self.room = open(self.folder / name, "wb"), hashlib.sha256(), self.shard_tokens
+        self.file, self.digest = open(self.folder / name, "wb"), hashlib.sha256()
+        self.room = self.shard_tokens
         self.shards.append({"file": name, "tokens": 0})
 
     def close(self):
@@ -406,7 +418,8 @@ def split_documents(
         else:
             cut = round(len(text) * (1 - fraction))
             cut = text.find("\n", cut) + 1 or cut
-            yield from ((part, piece) for part, piece in (("train", text[:cut]), ("val", text[cut:])) if piece)
+            pieces = ("train", text[:cut]), ("val", text[cut:])
+            yield from (piece for piece in pieces if piece[1])
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-051
 def write_corpus(
@@ -416,7 +429,7 @@ def write_corpus(
     about,        # dict to be kept in the index
     shard_tokens=1 << 26, # tokens to a file
 ):
-    "Write shards and, last of all, `index.json`; returns the index. Raises ValueError when a part is empty."
+    "Write shards and, last of all, `index.json`; raises ValueError when a part is empty."
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {part: ShardWriter(folder, part, dtype, shard_tokens) for part in ("train", "val")}
     with progress(desc="preparing tokens (documents)") as bar:
@@ -427,11 +440,12 @@ def write_corpus(
     for part, writer in writers.items():
         writer.close()
         if writer.summary["tokens"] < 2:
-            raise ValueError(f"data source {about['source']!r} leaves nothing for the part {part!r}; it needs more text")
-    index = about | {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype.str}
+            raise ValueError(f"data source {about['source']!r} leaves nothing for the part {part!r}; "
+                             "it needs more text")
+    index = about | {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    index["dtype"] = dtype.str
     index |= {part: writer.summary for part, writer in writers.items()}
     write_json(Path(folder) / "index.json", index)
-    return index
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-053
 def open_shards(
@@ -484,12 +498,33 @@ def source_hash(
     return digest.hexdigest()
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-057
+def tokenizer_hash(
+    tokenizer, # from `get_tokenizer`
+):
+    "A string that differs when the token ids would: the name and a hash of the merge table, if any."
+    encoding = getattr(tokenizer, "encoding", None)
+    ranks = sorted(encoding._mergeable_ranks.items()) if encoding else []
+    return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+
+# %% ../../nbs/lab/30_data.ipynb #30_data-058
+def parts_of(
+    source, held_out, fraction, limit, # as for `prepare`
+):
+    "All documents of a corpus as (part, text)."
+    documents = itertools.islice(load_documents(source), limit)
+    if held_out is None:
+        yield from split_documents(documents, fraction, by_name=source == "stdlib")
+    else:
+        yield from (("train", text) for _, text in documents)
+        yield from (("val", text) for _, text in load_documents(held_out))
+
+# %% ../../nbs/lab/30_data.ipynb #30_data-059
 def cache_folder():
     "Where prepared corpora are kept: $LONGHORN_CACHE, or longhorn-kit in the user's cache folder."
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     return Path(os.environ.get("LONGHORN_CACHE") or default)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-058
+# %% ../../nbs/lab/30_data.ipynb #30_data-060
 def prepare(
     source="stdlib",    # "stdlib", a path or glob of text files, or "hf:NAME[:CONFIG]"
     tokenizer="bytes",  # "bytes", "gpt2" or "gpt2:FOLDER"
@@ -499,32 +534,25 @@ def prepare(
     cache=None,         # folder for prepared corpora; by default `cache_folder()`
     verify=True,        # check every shard's sha256 when opening
 ):
-    "The `Corpus` of a source, prepared if it is not in the cache; raises ValueError or OSError in one line."
+    """The `Corpus` of a source, prepared if it is not in the cache.
+
+    Raises ValueError or OSError in one line."""
     encoder = get_tokenizer(tokenizer)
-    about = {"source": source, "source_sha256": source_hash(source), "held_out": held_out,
-             "held_out_sha256": held_out and source_hash(held_out), "fraction": fraction, "limit": limit}
-    key = json.dumps(about | {"source": None, "tokenizer": tokenizer_hash(encoder), "held_out": None, "format": 1})
-    folder = Path(cache or cache_folder()) / f"{encoder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    hashes = [source_hash(name) if name else None for name in (source, held_out)]
+    about = {"fraction": fraction, "limit": limit}
+    about |= {"source_sha256": hashes[0], "held_out_sha256": hashes[1]}
+    key = json.dumps(about | {"tokenizer": tokenizer_hash(encoder), "format": 1})
+    name = f"{encoder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = Path(cache or cache_folder()) / name
     if not (folder / "index.json").exists():
-        documents = itertools.islice(load_documents(source), limit)
-        parts = split_documents(documents, fraction, by_name=source == "stdlib")
-        if held_out:
-            parts = itertools.chain((("train", text) for _, text in documents), (("val", text) for _, text in load_documents(held_out)))
         with atomic_folder(folder) as partial:
-            write_corpus(partial, parts, encoder, about)
+            parts = parts_of(source, held_out, fraction, limit)
+            write_corpus(partial, parts, encoder, {"source": source, "held_out": held_out} | about)
     index = read_json(folder / "index.json")
-    return Corpus(folder, index, encoder, open_shards(folder, index, "train", verify), open_shards(folder, index, "val", verify))
+    shards = [open_shards(folder, index, part, verify) for part in ("train", "val")]
+    return Corpus(folder, index, encoder, *shards)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-059
-def tokenizer_hash(
-    tokenizer, # from `get_tokenizer`
-):
-    "A string that differs when the token ids would: the name, and a hash of the merge table if there is one."
-    encoding = getattr(tokenizer, "encoding", None)
-    ranks = sorted(encoding._mergeable_ranks.items()) if encoding else []
-    return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-064
+# %% ../../nbs/lab/30_data.ipynb #30_data-065
 def epoch_order(
     seed,    # of the run
     epoch,   # counted from 0
@@ -535,7 +563,7 @@ def epoch_order(
     rng = np.random.default_rng([seed, epoch])
     return rng.permutation(windows), int(rng.integers(spare + 1))
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-067
+# %% ../../nbs/lab/30_data.ipynb #30_data-068
 class Sampler:
     "Batches of windows in an order that depends on the seed alone; every window once an epoch."
     def __init__(self,
@@ -547,10 +575,11 @@ class Sampler:
         world=1,    # number of processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
-            raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
+            raise ValueError(f"the text has {len(tokens)} tokens; "
+                             f"a context of {context} needs at least {context + 1}")
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
-        self.rank, self.world, self.windows, self.drawn = rank, world, (len(tokens) - 1) // context, 0
-        self.epoch = None
+        self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
+        self.windows, self.spare = divmod(len(tokens) - 1, context)
 
     def start(self,
         number, # of a window, counted over all epochs
@@ -558,8 +587,8 @@ class Sampler:
         "Where in the text that window begins."
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
-            spare = (len(self.tokens) - 1) % self.context
-            self.epoch, (self.order, self.shift) = epoch, epoch_order(self.seed, epoch, self.windows, spare)
+            self.order, self.shift = epoch_order(self.seed, epoch, self.windows, self.spare)
+            self.epoch = epoch
         return self.shift + self.context * int(self.order[place])
 
     def next_batch(self):
@@ -573,7 +602,8 @@ class Sampler:
 
     def state_dict(self):
         "The position, and what must be equal for it to mean the same."
-        return {"drawn": self.drawn, "tokens": len(self.tokens), "context": self.context, "seed": self.seed}
+        return {"drawn": self.drawn, "tokens": len(self.tokens),
+                "context": self.context, "seed": self.seed}
 
     def load_state_dict(self,
         state, # from `state_dict`
@@ -581,5 +611,6 @@ class Sampler:
         "Go on at a saved position; raises ValueError when data, context or seed differ."
         for name, ours in self.state_dict().items():
             if name != "drawn" and ours != state[name]:
-                raise ValueError(f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}")
+                raise ValueError(f"the saved position belongs to {name}={state[name]}; "
+                                 f"this sampler has {name}={ours}")
         self.drawn = state["drawn"]

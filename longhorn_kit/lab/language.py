@@ -68,12 +68,10 @@ def model_config(
 ) -> LMConfig:
     "The model of a preset with this mixer, within 1 % of Longhorn's number of parameters."
     base = LMConfig(vocab_size=vocab_size, d_model=preset.d_model, n_layer=preset.n_layer, dropout=preset.dropout)
-    if mixer == "longhorn":
-        return base
-    config = replace(base, mixer=mixer)
+    config, target = replace(base, mixer=mixer), count_parameters(base)
     if mixer == "attention":
         config = replace(config, n_layer=max(1, preset.n_layer // 2), d_mlp=round(8 * preset.d_model / 3))
-    return match_parameters(config, count_parameters(base))
+    return config if count_parameters(config) == target else match_parameters(config, target)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-012
 def stretches(

@@ -27,6 +27,8 @@ from ..scan.op import longhorn_scan
 from .records import command_line, environment, progress, read_json, to_plain, write_json
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-006
+WRITES = {"once": 1, "rewritten": 2} # task -> how often a key comes with a value
+
 @dataclass(frozen=True)
 class RecallConfig:
     "Task, layer and recipe; the same for every model."
@@ -34,6 +36,7 @@ class RecallConfig:
     pairs: int = 16            # P, pairs to remember in training streams
     key_size: int = 8          # K
     values: int = 32           # V symbols
+    embed: int = 32            # size of a symbol's embedding
     d_state: int = 8           # N, size of the layer's keys
     width: int = 32            # D, channels of exact and diagonal; the others are matched to them
     rank: int = 3              # of the map from a token to its rates
@@ -46,9 +49,17 @@ class RecallConfig:
     test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
     points: int = 60           # points of a training curve; each is a mean over steps
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-007
-WRITES = {"once": 1, "rewritten": 2} # how often a key comes with a value
+    def __post_init__(self):
+        if self.key_size < 2:
+            raise ValueError(f"key_size is {self.key_size}; it must be at least 2, or different keys would coincide")
+        for name in ("pairs", "test_pairs"):
+            if any(pairs < 2 or pairs % 2 for pairs in ([self.pairs] if name == "pairs" else self.test_pairs)):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected even numbers of at least 2")
+        for task in self.tasks:
+            if task not in WRITES:
+                raise ValueError(f"unknown task {task!r}; there are: {', '.join(WRITES)}")
 
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-007
 def draw_streams(
     task: str,    # a key of `WRITES`
     streams: int, # B
@@ -170,8 +181,8 @@ def parameter_shapes(
     width: int,           # D
 ) -> dict[str, tuple]:
     "The shape of every parameter of a model; the parts that all models share come first."
-    token, rates = 2 * config.key_size, rate_size(name, width, config.d_state)
-    shapes = {"embedding": (config.values + 1, config.key_size), "query": (token, config.d_state),
+    token, rates = config.key_size + config.embed, rate_size(name, width, config.d_state)
+    shapes = {"embedding": (config.values + 1, config.embed), "query": (token, config.d_state),
               "key": (token, config.d_state), "value": (token, width), "out": (width, config.values)}
     if rates:
         low = (token, config.rank), (config.rank, rates)
@@ -223,7 +234,7 @@ class RecallModel(nn.Module):
 
     def forward(self, keys, symbols):
         "keys (R,B,T,K), symbols (R,B,T) of R seeds -> scores (R,B,T,V)."
-        token = torch.cat([keys, self.embed(symbols)], -1).flatten(1, 2) # (R,BT,2K)
+        token = torch.cat([keys, self.embed(symbols)], -1).flatten(1, 2) # (R,BT,K+E)
         q, k, x = (token @ getattr(self, part) for part in ("query", "key", "value"))
         b = token @ self.rate_down @ self.rate_up + self.rate_bias if hasattr(self, "rate_up") else None
         split = lambda part: None if part is None else part.unflatten(1, symbols.shape[1:]).flatten(0, 1)
@@ -231,7 +242,7 @@ class RecallModel(nn.Module):
         return (y.unflatten(0, symbols.shape[:2]).flatten(1, 2) @ self.out).unflatten(1, symbols.shape[1:])
 
     def embed(self, symbols):
-        "symbols (R,B,T) -> (R,B,T,K), every seed with its own embedding."
+        "symbols (R,B,T) -> (R,B,T,E), every seed with its own embedding."
         seeds = torch.arange(len(symbols)).view(-1, 1, 1)
         return self.embedding[seeds, symbols]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'to_plain', 'without_machine_paths', 'write_json',
-           'read_json', 'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of',
-           'environment', 'command_line', 'PlainProgress', 'progress']
+           'read_json', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name',
+           'version_of', 'environment', 'command_line', 'PlainProgress', 'progress']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
 import dataclasses, errno, json, math, os, platform, re, shutil, subprocess, sys, time
@@ -21,7 +21,9 @@ def atomic_file(
     path,           # file to write; its folder is made if need be
     mode="w",       # "w" for text (UTF-8, newlines as written) or "wb" for bytes
 ):
-    "A file to write to, which appears under `path` whole when the block ends and not at all when it fails; raises OSError that names the file."
+    """A file to write to, which appears under `path` whole when the block ends, and not at all when it fails.
+
+    Raises OSError naming the file."""
     path, text = Path(path), {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -32,7 +34,7 @@ def atomic_file(
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise cannot_write(path, error) if error.strerror else error # with no strerror it is a message already
+        raise cannot_write(path, error) if error.strerror else error # else it is a message already
     finally:
         partial.unlink(missing_ok=True)
 
@@ -41,7 +43,7 @@ def cannot_write(
     path,  # file or folder that could not be written
     error, # OSError (or what a writer made of one)
 ):
-    "An OSError with one line that names the file and says that what was there before is still there."
+    "An OSError of one line that names the file and says that what was there before is unchanged."
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     problem = OSError(f"cannot write {path}: {reason}; what was there before is unchanged")
     problem.errno = getattr(error, "errno", None)
@@ -52,7 +54,9 @@ def cannot_write(
 def atomic_folder(
     path, # folder to make; one that exists is replaced when the new one is complete
 ):
-    "A folder to write into, which appears under `path` complete when the block ends and not at all when it fails."
+    """A folder to write into, which appears under `path` whole when the block ends, or not at all.
+
+    Raises OSError naming the folder."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -61,7 +65,7 @@ def atomic_folder(
         yield partial
         publish_folder(partial, path)
     except OSError as error:
-        raise cannot_write(path, error) if error.strerror else error # with no strerror it is a message already
+        raise cannot_write(path, error) if error.strerror else error # else it is a message already
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -85,7 +89,7 @@ def publish_folder(
 def to_plain(
     value, # anything a result is made of
 ):
-    "`value` in JSON's own types: dict, list, str, int, float, bool, None; NaN and infinities become None."
+    "`value` as dict, list, str, int, float, bool and None; NaN and infinities become None."
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -98,9 +102,11 @@ def to_plain(
         return value if math.isfinite(value) else None
     if isinstance(value, str):
         return without_machine_paths(value)
-    return value if value is None or isinstance(value, (bool, int)) else without_machine_paths(str(value))
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return without_machine_paths(str(value))
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-018
+# %% ../../nbs/lab/29_records.ipynb #29_records-019
 def without_machine_paths(
     text, # a string that may hold absolute paths
 ):
@@ -110,7 +116,7 @@ def without_machine_paths(
             text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text)
     return text
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-019
+# %% ../../nbs/lab/29_records.ipynb #29_records-020
 def write_json(
     path,  # file to write
     value, # what to write; see `to_plain`
@@ -121,7 +127,7 @@ def write_json(
         file.write(text)
     return Path(path)
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-020
+# %% ../../nbs/lab/29_records.ipynb #29_records-021
 def read_json(
     path, # file to read
 ):
@@ -131,13 +137,20 @@ def read_json(
     except ValueError as error: # also a UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {str(error).splitlines()[0]}") from error
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-023
+# %% ../../nbs/lab/29_records.ipynb #29_records-024
+def json_line(
+    value, # one object
+):
+    "The object as one line of strict JSON, with its newline."
+    return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
+
+# %% ../../nbs/lab/29_records.ipynb #29_records-025
 def append_jsonl(
     path,   # file to append to, made if need be
     *values, # one object for each new line
 ):
     "Append one line for each value, all of them or none; raises OSError that names the file."
-    data = "".join(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n" for value in values).encode()
+    data = "".join(map(json_line, values)).encode()
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as file:
@@ -152,7 +165,7 @@ def append_jsonl(
     except OSError as error:
         raise cannot_write(path, error) from error
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-025
+# %% ../../nbs/lab/29_records.ipynb #29_records-027
 def read_jsonl(
     path, # file to read
 ):
@@ -166,35 +179,38 @@ def read_jsonl(
             values += [json.loads(line)] if line.strip() else []
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number}, is not JSON: {str(error).splitlines()[0]}") from error
+                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
     return values
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-026
+# %% ../../nbs/lab/29_records.ipynb #29_records-028
 def write_jsonl(
     path,   # file to write
     values, # one object for each line
 ):
     "Write a whole file of JSON lines, replacing what is there at once or not at all."
     with atomic_file(path) as file:
-        file.writelines(json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n" for value in values)
+        file.writelines(map(json_line, values))
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-029
+# %% ../../nbs/lab/29_records.ipynb #29_records-031
 def commit_of_kit(
     root=None, # repository root to look in; by default the folder above the package
 ):
-    "The commit the kit runs from (with `+` when its files differ from it), or None when this is no checkout of the kit."
+    """The commit the kit runs from, with `+` when its files differ from it.
+
+    None when this is no checkout of the kit, or git cannot read it."""
     root = Path(root or Path(longhorn_kit.__file__).parent.parent)
     if not ((root / ".git").exists() and (root / "longhorn_kit").is_dir()):
         return None
     def git(*words):
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True).stdout
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     try:
-        dirty = git("status", "--porcelain", "--untracked-files=no", "--", "longhorn_kit").strip()
-        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if dirty else "")
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", "longhorn_kit")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")
     except (OSError, subprocess.SubprocessError): # no git, or no commit yet
         return None
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-030
+# %% ../../nbs/lab/29_records.ipynb #29_records-033
 def cpu_name():
     "The processor's model name as the system gives it, or its architecture."
     try:
@@ -205,7 +221,7 @@ def cpu_name():
         pass
     return platform.processor() or platform.machine()
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-031
+# %% ../../nbs/lab/29_records.ipynb #29_records-034
 def version_of(
     package, # distribution name, such as "triton"
 ):
@@ -215,27 +231,30 @@ def version_of(
     except metadata.PackageNotFoundError:
         return None
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-032
+# %% ../../nbs/lab/29_records.ipynb #29_records-035
 def environment():
     "What a number depends on, as a dict without host, user or path."
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "kit": longhorn_kit.__version__, "commit": commit_of_kit(), "python": platform.python_version(),
-        "torch": torch.__version__, "triton": version_of("triton"), "accelerate": version_of("accelerate"),
+        "kit": longhorn_kit.__version__, "commit": commit_of_kit(),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "triton": version_of("triton"), "accelerate": version_of("accelerate"),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "gpu": gpu, "gpus": torch.cuda.device_count() if gpu else 0, "cuda": torch.version.cuda if gpu else None,
+        "gpu": gpu, "gpus": torch.cuda.device_count() if gpu else 0,
+        "cuda": torch.version.cuda if gpu else None,
     }
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-035
+# %% ../../nbs/lab/29_records.ipynb #29_records-038
 def command_line():
     "The command that started this program, with its program's bare name and no machine path."
     program = Path(sys.argv[0] or "python").name
-    return without_machine_paths(" ".join(["python -m " + program[:-3] if program.endswith(".py") else program, *sys.argv[1:]]))
+    program = f"python {program}" if program.endswith(".py") else program
+    return without_machine_paths(" ".join([program, *sys.argv[1:]]))
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-037
+# %% ../../nbs/lab/29_records.ipynb #29_records-040
 class PlainProgress:
-    "Progress as plain lines, one every few seconds: the interface of tqdm that the kit uses, for logs and pipes."
+    "Progress as plain lines, one every few seconds; has what the kit uses of tqdm."
     def __init__(self,
         iterable=None, # what to loop over, or None to count by `update`
         total=None,    # how many in all, if known
@@ -244,7 +263,8 @@ class PlainProgress:
         file=None,     # stream to print to
         initial=0,     # where counting starts
     ):
-        self.iterable, self.total, self.desc, self.every, self.file = iterable, total, desc, every, file or sys.stderr
+        self.iterable, self.total, self.desc, self.every = iterable, total, desc, every
+        self.file = file or sys.stderr
         self.n, self.first, self.fields = initial, initial, ""
         self.start = self.last = time.monotonic()
         if total is None and hasattr(iterable, "__len__"):
@@ -256,7 +276,7 @@ class PlainProgress:
         rate = (self.n - self.first) / seconds if seconds > 0 else 0.0
         left = f", {(self.total - self.n) / rate:.0f} s left" if self.total and rate > 0 else ""
         count = f"{self.n}/{self.total}" if self.total else f"{self.n}"
-        return f"{self.desc}: {count} ({rate:.3g}/s{left}){'  ' + self.fields if self.fields else ''}"
+        return f"{self.desc}: {count} ({rate:.3g}/s{left})  {self.fields}".rstrip()
 
     def update(self, n=1):
         "Count `n` more and print a line if the last one is old enough."
@@ -267,7 +287,8 @@ class PlainProgress:
 
     def set_postfix(self, refresh=True, **fields):
         "Say what is shown behind the count, as in tqdm."
-        self.fields = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in fields.items())
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
+        self.fields = ", ".join(f"{key} {value}" for key, value in shown.items())
 
     def __iter__(self):
         for item in self.iterable:
@@ -278,7 +299,7 @@ class PlainProgress:
     def __enter__(self): return self
     def __exit__(self, *error): self.close()
 
-# %% ../../nbs/lab/29_records.ipynb #29_records-038
+# %% ../../nbs/lab/29_records.ipynb #29_records-041
 def progress(
     iterable=None, # what to loop over, or a number: how often `update` will be called
     desc="",       # what is being done
@@ -293,5 +314,5 @@ def progress(
     if sys.stderr.isatty() and not disable:
         from tqdm import tqdm
         return tqdm(iterable, desc=desc, total=total, dynamic_ncols=True, leave=False, **options)
-    file = sys.stdout if "ipykernel" in sys.modules else sys.stderr
-    return PlainProgress(iterable, total, desc, math.inf if disable else every, file, options.get("initial", 0))
+    file, every = sys.stdout if "ipykernel" in sys.modules else sys.stderr, math.inf if disable else every
+    return PlainProgress(iterable, total, desc, every, file, options.get("initial", 0))

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows', 'own_random_state',
            'evaluate', 'loss_of', 'LossOnly', 'make_accelerator', 'Run', 'train_step', 'TrainingDiverged', 'flush',
-           'write_lines', 'diverged_message', 'checkpoints', 'file_hashes', 'save_checkpoint', 'latest_checkpoint',
-           'resume', 'check_folder', 'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'make_run',
-           'make_validate', 'train', 'summary']
+           'write_lines', 'diverged_message', 'checkpoints', 'file_hashes', 'finish_checkpoint', 'save_checkpoint',
+           'latest_checkpoint', 'resume', 'check_folder', 'record_attempt', 'noted_stop', 'anyone', 'validated',
+           'train_loop', 'make_run', 'make_validate', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
-import dataclasses, hashlib, math, shutil, signal, sys, threading, time, warnings
+import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from .data import Sampler
 from longhorn_kit.lab.records import (
-    append_jsonl, cannot_write, command_line, environment, progress, publish_folder, read_json, read_jsonl, to_plain,
-    write_json, write_jsonl,
+    append_jsonl, cannot_write, command_line, environment, progress, publish_folder, read_json,
+    read_jsonl, to_plain, write_json, write_jsonl,
 )
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-007
@@ -49,11 +49,12 @@ class TrainConfig:
     keep: int = 2              # checkpoints to keep
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"):
+        counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"warmup is {self.warmup}; it must be at least 0 and below steps={self.steps}")
+            raise ValueError(f"warmup is {self.warmup}; it must be in 0 to steps-1={self.steps - 1}")
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; it must be 'no' or 'bf16'")
 
@@ -66,7 +67,8 @@ def learning_rate(
     if step <= config.warmup:
         return config.lr * step / config.warmup
     done = (step - config.warmup) / (config.steps - config.warmup)
-    return config.lr * (config.lr_final + (1 - config.lr_final) * 0.5 * (1 + math.cos(math.pi * done)))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.lr_final + (1 - config.lr_final) * cosine)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-015
 NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # parts of names that never decay
@@ -76,9 +78,10 @@ def decays(
     parameter, # the parameter
     embedded,  # ids of parameters that belong to an embedding
 ):
-    "Whether weight decay applies to a parameter: matrices, except embeddings and the names in `NO_DECAY`."
+    "Whether a parameter decays: matrices, except embeddings and the names in `NO_DECAY`."
     special = id(parameter) in embedded or getattr(parameter, "_no_weight_decay", False)
-    return parameter.ndim == 2 and not special and not any(part in name for part in NO_DECAY)
+    named = any(part in name for part in NO_DECAY)
+    return parameter.ndim == 2 and not special and not named
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-016
 def parameter_groups(
@@ -86,8 +89,9 @@ def parameter_groups(
     weight_decay, # for the parameters that decay
 ):
     "Two parameter groups for AdamW, decaying and not; each has `names` beside `params`."
-    embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    groups = [dict(params=[], names=[], weight_decay=weight_decay), dict(params=[], names=[], weight_decay=0.0)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {id(module.weight) for module in embeddings}
+    groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = groups[0 if decays(name, parameter, embedded) else 1]
@@ -101,13 +105,13 @@ def windows(
     context,    # T
     batch_size, # windows in a batch
 ):
-    "Batches (inputs, targets), each (≤B, ≤T) int64, that predict every token but the first exactly once."
-    full, rest = divmod(len(tokens) - 1, context)
+    "Batches (inputs, targets), each (≤B, ≤T) int64: every token but the first is a target once."
+    full = (len(tokens) - 1) // context
     for first in range(0, full, batch_size):
-        count = min(batch_size, full - first)
-        piece = torch.from_numpy(np.asarray(tokens[first * context:(first + count) * context + 1]).astype(np.int64))
-        yield piece[:-1].view(count, context), piece[1:].view(count, context)
-    if rest:
+        last = min(first + batch_size, full)
+        piece = np.asarray(tokens[first * context:last * context + 1]).astype(np.int64)
+        yield tuple(torch.from_numpy(part).view(-1, context) for part in (piece[:-1], piece[1:]))
+    if full * context < len(tokens) - 1:
         piece = torch.from_numpy(np.asarray(tokens[full * context:]).astype(np.int64))[None]
         yield piece[:, :-1], piece[:, 1:]
 
@@ -131,12 +135,15 @@ def evaluate(
     batch_size=64,   # windows in a batch
     accelerator=None, # of a distributed run, to share the work
 ):
-    "Mean loss over all held-out tokens, in nats a token; the model's mode and torch's random state are left as found."
+    """Mean loss over all held-out tokens, in nats a token.
+
+    The model's mode and torch's random state are left as they were."""
     if len(tokens) < 2:
         raise ValueError(f"the held-out part has {len(tokens)} tokens; it needs at least 2")
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     device, training = next(model.parameters()).device, model.training
-    batches, total = list(windows(tokens, context, batch_size)), torch.zeros((), dtype=torch.float64, device=device)
+    batches = list(windows(tokens, context, batch_size))
+    total = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()
     with own_random_state():
         for i in range(-(-len(batches) // world)):
@@ -173,12 +180,13 @@ def make_accelerator(
 ):
     "An Accelerator for this run, also when an earlier run in this process used other settings."
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # tqdm looks for notebook widgets, which the kit does not use
+        warnings.simplefilter("ignore") # tqdm looks for widgets, which the kit does not use
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    return Accelerator(mixed_precision=config.precision, gradient_accumulation_steps=config.accumulate, cpu=config.cpu)
+    return Accelerator(mixed_precision=config.precision, cpu=config.cpu,
+                       gradient_accumulation_steps=config.accumulate)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-029
 @dataclass
@@ -213,7 +221,7 @@ def train_step(
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     for _ in range(config.accumulate):
-        inputs, targets = (part.to(accelerator.device, non_blocking=True) for part in run.sampler.next_batch())
+        inputs, targets = (part.to(accelerator.device) for part in run.sampler.next_batch())
         with accelerator.accumulate(run.model):
             loss = run.model(inputs, targets)
             accelerator.backward(loss)
@@ -234,24 +242,21 @@ def flush(
     run,     # Run
     **extra, # metrics of the latest step, such as val_loss
 ):
-    "Write the pending metrics; raises TrainingDiverged at the first step whose loss or gradient is not finite."
+    "Write the pending metrics; raises TrainingDiverged when a loss or a gradient is not finite."
     if not run.pending:
         return
-    values = torch.stack([torch.stack([loss.float(), norm.float()]) for _, _, loss, norm in run.pending])
-    values = run.accelerator.reduce(values, "mean").tolist()
-    elapsed, begun = time.monotonic() - run.clock, run.pending[0][0] - 1
-    lines, bad = [], None
-    for (step, rate, _, _), (loss, norm) in zip(run.pending, values):
+    values = torch.stack([torch.stack([loss.float(), norm.float()]) for *_, loss, norm in run.pending])
+    values, elapsed = run.accelerator.reduce(values, "mean").tolist(), time.monotonic() - run.clock
+    speed, lines = round(run.tokens(len(run.pending)) / max(elapsed, 1e-9)), []
+    for (step, rate, *_), (loss, norm) in zip(run.pending, values):
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            bad = (step, rate, loss, norm)
-            break
-        lines.append({"step": step, "tokens": run.tokens(step), "loss": loss, "lr": rate, "grad_norm": norm,
-                      "tokens_per_second": round(run.tokens(run.step - begun) / max(elapsed, 1e-9))})
-    run.seconds, run.pending = run.seconds + elapsed, []
-    write_lines(run, lines if bad else lines[:-1] + [lines[-1] | extra])
-    if bad:
-        raise TrainingDiverged(diverged_message(run, *bad))
-    run.clock = time.monotonic()
+            write_lines(run, lines)
+            raise TrainingDiverged(diverged_message(run, step, rate, loss, norm))
+        lines.append({"step": step, "tokens": run.tokens(step), "loss": loss, "lr": rate,
+                      "grad_norm": norm, "tokens_per_second": speed})
+    lines[-1] |= extra
+    write_lines(run, lines)
+    run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-035
 def write_lines(
@@ -271,7 +276,8 @@ def diverged_message(
     "One line that says when training diverged and where to go back to."
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
     good = checkpoints(run.folder)[-1:] if run.folder else []
-    return (f"{what} at step {step} (learning rate {rate:.3g}); last good checkpoint: {good[0] if good else 'none'}; "
+    return (f"{what} at step {step} (learning rate {rate:.3g}); "
+            f"last good checkpoint: {good[0] if good else 'none'}; "
             "try a lower learning rate, a longer warm-up or another seed")
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-038
@@ -290,45 +296,62 @@ def file_hashes(
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file() and path.name != "checkpoint.json":
             with open(path, "rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256")
+            found[path.relative_to(folder).as_posix()] = digest.hexdigest()
     return found
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-040
+def finish_checkpoint(
+    run,     # Run
+    partial, # folder with everything Accelerate has saved
+    path,    # its name from now on
+):
+    "Add checkpoint.json, give the folder its name, and drop checkpoints beyond `keep`."
+    with open(run.folder / "metrics.jsonl", "rb") as file:
+        os.fsync(file.fileno()) # after a power cut the metrics must not end before the checkpoint
+    about = {"step": run.step, "seconds": run.seconds, "sampler": run.sampler.state_dict()}
+    write_json(partial / "checkpoint.json", about | {"sha256": file_hashes(partial)})
+    publish_folder(partial, path)
+    for old in checkpoints(run.folder)[:-run.config.keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+# %% ../../nbs/lab/31_training.ipynb #31_training-041
 def save_checkpoint(
     run, # Run, with nothing pending
 ):
-    "Write a checkpoint of this step, whole or not at all, and drop the oldest; raises OSError naming the folder."
+    """Write a checkpoint of this step, whole or not at all, and drop the oldest.
+
+    Raises OSError naming the folder."""
     path = run.folder / "checkpoints" / f"step-{run.step:08d}"
-    partial, main, wait = path.with_name(f".{path.name}.partial"), run.accelerator.is_main_process, run.accelerator.wait_for_everyone
+    partial, main = path.with_name(f".{path.name}.partial"), run.accelerator.is_main_process
     try:
         if main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        wait()
+        run.accelerator.wait_for_everyone()
         run.accelerator.save_state(partial, safe_serialization=False)
-        wait()
+        run.accelerator.wait_for_everyone()
         if main:
-            about = {"step": run.step, "seconds": run.seconds, "sampler": run.sampler.state_dict(), "sha256": file_hashes(partial)}
-            write_json(partial / "checkpoint.json", about)
-            publish_folder(partial, path)
-            for old in checkpoints(run.folder)[:-run.config.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        wait()
+            finish_checkpoint(run, partial, path)
+        run.accelerator.wait_for_everyone()
     except OSError as error:
         raise cannot_write(path, error) if error.strerror else error
     except RuntimeError as error: # how torch says that a file could not be written
         free = shutil.disk_usage(run.folder).free / 1e6
-        raise cannot_write(path, OSError(f"torch could not write its file, {free:.0f} MB are free")) from error
+        reason = OSError(f"torch could not write its file, {free:.0f} MB are free")
+        raise cannot_write(path, reason) from error
     finally:
         if main:
             shutil.rmtree(partial, ignore_errors=True)
     run.saved = time.monotonic()
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-042
+# %% ../../nbs/lab/31_training.ipynb #31_training-043
 def latest_checkpoint(
     folder, # of a run
 ):
-    "(path, its checkpoint.json, warnings) of the newest undamaged checkpoint, or (None, None, []) when there is none; raises ValueError when all are damaged."
+    """(path, its checkpoint.json, warnings) of the newest undamaged checkpoint.
+
+    (None, None, []) when there is none; raises ValueError when all are damaged."""
     damaged = []
     for path in reversed(checkpoints(folder)):
         try:
@@ -339,10 +362,11 @@ def latest_checkpoint(
             pass
         damaged.append(f"checkpoint {path} is damaged; going back to the one before it")
     if damaged:
-        raise ValueError(f"every checkpoint in {Path(folder) / 'checkpoints'} is damaged; delete the folder {folder} to begin again")
+        raise ValueError(f"every checkpoint in {Path(folder) / 'checkpoints'} is damaged; "
+                         f"delete the folder {folder} to begin again")
     return None, None, []
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-043
+# %% ../../nbs/lab/31_training.ipynb #31_training-044
 def resume(
     run, # a Run at step 0
 ):
@@ -355,60 +379,67 @@ def resume(
     try:
         run.accelerator.load_state(path)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"checkpoint {path} does not fit this model: {str(error).strip().splitlines()[-1].strip()}") from error
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"checkpoint {path} does not fit this model: {reason}") from error
     run.accelerator.step = 0 # parts of a step, which is complete
     run.sampler.load_state_dict(about["sampler"])
     run.step, run.seconds, run.resumed_from = about["step"], about["seconds"], about["step"]
-    run.history = [line for line in read_jsonl(run.folder / "metrics.jsonl") if line["step"] <= run.step]
+    lines = read_jsonl(run.folder / "metrics.jsonl")
+    run.history = [line for line in lines if line["step"] <= run.step]
+    if len(run.history) != run.step:
+        raise ValueError(f"{run.folder / 'metrics.jsonl'} does not have every step up to {run.step}; "
+                         f"delete the folder {run.folder} to begin again")
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-045
+# %% ../../nbs/lab/31_training.ipynb #31_training-046
 MAY_CHANGE = {"eval_every", "log_every", "save_every", "save_seconds", "keep", "accumulate", "cpu"}
 
 def check_folder(
     folder, # of a run
     config, # TrainConfig of the run that wants it
 ):
-    "What config.json knows, or None for a new folder; raises ValueError when the folder holds another run."
+    "What config.json says, None for a new folder; raises ValueError when it holds another run."
     if not (folder / "config.json").exists():
         return None
     known, ours = read_json(folder / "config.json"), to_plain(config)
     for name in sorted(set(ours) - MAY_CHANGE):
         if known["config"].get(name) != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known['config'].get(name)}; this one has {name}={ours[name]}; "
-                             "use another folder or delete it")
+            raise ValueError(f"{folder} holds a run with {name}={known['config'].get(name)}; "
+                             f"this one has {name}={ours[name]}; use another folder or delete it")
     return known
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-046
+# %% ../../nbs/lab/31_training.ipynb #31_training-047
 def record_attempt(
     run,   # Run, resumed if it could be
     known, # from `check_folder`
 ):
-    "Write config.json with this attempt in it, and metrics.jsonl without the lines after the checkpoint."
+    "Write config.json with this attempt, and metrics.jsonl without the lines after the checkpoint."
     if run.accelerator.is_main_process:
         attempt = {"from_step": run.step, "command": command_line(), "environment": environment()}
         parameters = sum(p.numel() for p in run.model.parameters())
-        attempts = (known["attempts"] if known else []) + [attempt]
-        write_json(run.folder / "config.json", {"config": run.config, "parameters": parameters, "attempts": attempts})
+        record = {"config": run.config, "parameters": parameters}
+        record["attempts"] = (known["attempts"] if known else []) + [attempt]
+        write_json(run.folder / "config.json", record)
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-048
+# %% ../../nbs/lab/31_training.ipynb #31_training-049
 @contextmanager
 def noted_stop():
-    "Inside, the first SIGINT or SIGTERM only sets `.name` of the yielded object; the second interrupts."
+    "Inside, the first SIGINT or SIGTERM only sets `.name` of what is yielded; the second interrupts."
     stop = SimpleNamespace(name=None)
     def note(number, frame):
         if stop.name:
             raise KeyboardInterrupt
         stop.name = signal.Signals(number).name
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    main = threading.current_thread() is threading.main_thread() # only there handlers can be set
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-049
+# %% ../../nbs/lab/31_training.ipynb #31_training-050
 def anyone(
     run,  # Run
     wish, # bool of this process
@@ -416,9 +447,10 @@ def anyone(
     "Whether any process wishes it."
     if run.accelerator.num_processes == 1:
         return bool(wish)
-    return bool(run.accelerator.reduce(torch.tensor(float(bool(wish)), device=run.accelerator.device), "sum") > 0)
+    votes = torch.tensor(float(bool(wish)), device=run.accelerator.device)
+    return bool(run.accelerator.reduce(votes, "sum") > 0)
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-051
+# %% ../../nbs/lab/31_training.ipynb #31_training-052
 def validated(
     run, # Run
 ):
@@ -429,7 +461,7 @@ def validated(
     run.clock += time.monotonic() - begun
     return metrics
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-052
+# %% ../../nbs/lab/31_training.ipynb #31_training-053
 def train_loop(
     run,  # Run, at step 0 or resumed
     stop, # from `noted_stop`
@@ -448,73 +480,80 @@ def train_loop(
         bar.update()
         halt = anyone(run, stop.name) if pause or run.accelerator.num_processes == 1 else False
         late = pause and anyone(run, time.monotonic() - run.saved > config.save_seconds)
-        if run.folder and (last or halt or late or (config.save_every and run.step % config.save_every == 0)):
+        due = config.save_every > 0 and run.step % config.save_every == 0
+        if run.folder and (last or halt or late or due):
             flush(run)
             save_checkpoint(run)
             run.clock = time.monotonic()
         if halt and not last:
-            kept = f"; the checkpoint is in {run.folder}, and the same call goes on from there" if run.folder else ""
-            raise KeyboardInterrupt(f"stopped by {stop.name} after step {run.step}{kept}")
+            kept = f"{run.folder} has the checkpoint, the same call goes on from there"
+            raise KeyboardInterrupt(f"stopped by {stop.name} after step {run.step}; "
+                                    f"{kept if run.folder else 'nothing was kept'}")
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-054
+# %% ../../nbs/lab/31_training.ipynb #31_training-055
 def make_run(
     model, train_tokens, val_tokens, config, folder, # as for `train`
 ):
     "A `Run` at step 0."
     accelerator = make_accelerator(config)
-    parts, rest = divmod(config.batch_size, accelerator.num_processes * config.accumulate)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    rows, rest = divmod(config.batch_size, world * config.accumulate)
     if rest:
-        raise ValueError(f"batch_size={config.batch_size} cannot be shared by {accelerator.num_processes} processes "
+        raise ValueError(f"batch_size={config.batch_size} cannot be shared by {world} processes "
                          f"with accumulate={config.accumulate}")
-    sampler = train_tokens if hasattr(train_tokens, "next_batch") else Sampler(
-        train_tokens, config.context, parts, config.seed, accelerator.process_index, accelerator.num_processes)
-    optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2))
+    sampler = train_tokens
+    if not hasattr(sampler, "next_batch"):
+        sampler = Sampler(train_tokens, config.context, rows, config.seed, rank, world)
+    groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas)
     wrapped, optimizer = accelerator.prepare(LossOnly(model), optimizer)
-    validate = make_validate(val_tokens, config, accelerator)
-    return Run(config, accelerator, wrapped, optimizer, sampler, validate, Path(folder) if folder else None)
+    validate = make_validate(val_tokens, config.context, rows, accelerator)
+    folder = Path(folder) if folder else None
+    return Run(config, accelerator, wrapped, optimizer, sampler, validate, folder)
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-055
+# %% ../../nbs/lab/31_training.ipynb #31_training-056
 def make_validate(
     val_tokens,  # held-out token ids, a function model -> dict, or None
-    config,      # TrainConfig
+    context,     # T
+    rows,        # windows in a batch
     accelerator, # of the run
 ):
     "The function model -> dict of metrics that the loop calls."
-    if val_tokens is None:
-        return lambda model: {}
-    if not callable(val_tokens):
-        rows = max(1, config.batch_size // (accelerator.num_processes * config.accumulate))
-        return lambda model: {"val_loss": evaluate(model, val_tokens, config.context, rows, accelerator)}
-    def validate(model):
-        with own_random_state():
+    def loss(model):
+        return {"val_loss": evaluate(model, val_tokens, context, rows, accelerator)}
+    def own(model):
+        with own_random_state(), accelerator.autocast():
             return val_tokens(accelerator.unwrap_model(model).model)
-    return validate
+    return (lambda model: {}) if val_tokens is None else own if callable(val_tokens) else loss
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-056
+# %% ../../nbs/lab/31_training.ipynb #31_training-057
 def train(
-    model,        # model(tokens, targets) -> loss, or a tuple that ends in the loss; trained in place
+    model,        # model(tokens, targets) -> loss or a tuple that ends in it; trained in place
     train_tokens, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
     val_tokens,   # (M,) held-out token ids, a function model -> dict of metrics, or None
     config,       # TrainConfig
-    folder=None,  # for metrics.jsonl, config.json and checkpoints; a run found there is resumed. None: keep nothing
+    folder=None,  # for metrics, config and checkpoints; a run found there is resumed; None: keep nothing
     desc="training", # name of the progress bar
     quiet=False,  # no progress
 ):
-    "Train, resuming by itself; returns a dict with steps, tokens, loss, the last evaluation's metrics, seconds, history. Raises TrainingDiverged, ValueError, OSError, KeyboardInterrupt."
+    """Train, resuming by itself, and return a dict: loss, last evaluation, seconds, history.
+
+    Raises TrainingDiverged, KeyboardInterrupt after ctrl-C, ValueError or OSError, each with one line."""
     run, mode = make_run(model, train_tokens, val_tokens, config, folder), model.training
-    with own_random_state(config.seed + run.accelerator.process_index), noted_stop() as stop:
+    main, rank = run.accelerator.is_main_process, run.accelerator.process_index
+    with own_random_state(config.seed + rank), noted_stop() as stop:
         if run.folder:
             known = check_folder(run.folder, config)
             resume(run)
             run.accelerator.wait_for_everyone()
             record_attempt(run, known)
         model.train()
-        with progress(config.steps, desc, disable=quiet or not run.accelerator.is_main_process, initial=run.step) as bar:
+        with progress(config.steps, desc, disable=quiet or not main, initial=run.step) as bar:
             train_loop(run, stop, bar)
         model.train(mode)
     return summary(run)
 
-# %% ../../nbs/lab/31_training.ipynb #31_training-057
+# %% ../../nbs/lab/31_training.ipynb #31_training-058
 def summary(
     run, # a finished Run
 ):

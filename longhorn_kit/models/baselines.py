@@ -99,7 +99,7 @@ class Attention(Mixer):
         super().__init__(d_model)
         n_heads = default_heads(d_model) if n_heads is None else n_heads
         check_size("n_heads", n_heads)
-        if isinstance(rope_base, bool) or not isinstance(rope_base, (int, float)) or not rope_base > 0:
+        if not isinstance(rope_base, (int, float)) or not rope_base > 0:
             raise ValueError(f"rope_base is {rope_base!r}; expected a number above 0")
         if d_model % (2 * n_heads):
             raise ValueError(f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}")
@@ -114,7 +114,8 @@ class Attention(Mixer):
         if past:
             k, v = torch.cat([cache.k.to(k.dtype), k], 2), torch.cat([cache.v.to(v.dtype), v], 2)
         y = F.scaled_dot_product_attention(q, k, v, **mask_options(q.shape[2], past, q.device))
-        return self.out_proj(y.transpose(1, 2).flatten(2)), AttentionCache(k, v) if keep_cache else None
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        return y, AttentionCache(k, v) if keep_cache else None
 
     def empty_cache(self, batch_size, device=None, dtype=None):
         weight, size = self.out_proj.weight, self.d_model // self.n_heads

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LMConfig', 'check_config', 'RMSNorm', 'SwiGLU', 'Block', 'Trunk', 'scale_writers', 'mean_loss', 'check_tokens',
-           'count_parameters', 'Decoder', 'sample_next', 'SequenceLM', 'check_generation', 'write_whole', 'save_model',
+           'count_parameters', 'Decoder', 'sample_next', 'check_generation', 'SequenceLM', 'write_whole', 'save_model',
            'read_config', 'read_weights', 'check_state', 'load_model', 'official_name', 'load_official_state_dict',
            'fill_mlp', 'nearest_widths', 'match_parameters']
 
@@ -68,8 +68,9 @@ def check_config(config):
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
         if not isinstance(getattr(config, name), kind):
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected a {kind.__name__}")
+    options = {str(key): value for key, value in config.mixer_options.items()}
     with torch.device("meta"):
-        build_mixer(config.mixer, config.d_model, **{str(k): v for k, v in config.mixer_options.items()})
+        build_mixer(config.mixer, config.d_model, **options)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
@@ -148,7 +149,8 @@ class Trunk(nn.Module):
 
     def read_out(self, h):
         "Stream (..,d_model) to logits (..,V)."
-        return F.linear(self.norm(h), (self.embedding if self.config.tie_embeddings else self.lm_head).weight)
+        table = self.embedding if self.config.tie_embeddings else self.lm_head
+        return F.linear(self.norm(h), table.weight)
 
     def forward(self, tokens, targets=None):
         "Tokens (B,T) to logits (B,T,V); with targets (B,T) to (logits, loss), the loss in nats a token."
@@ -168,7 +170,8 @@ def scale_writers(
     model: nn.Module, # a `Trunk` with fresh weights
 ):
     "Divide every `out_proj` by the square root of their number, so that the stream starts at one size."
-    writers = [weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight")]
+    named = model.named_parameters()
+    writers = [weight for name, weight in named if name.endswith("out_proj.weight")]
     for weight in writers:
         weight /= math.sqrt(len(writers))
 
@@ -190,7 +193,7 @@ def check_tokens(
     dims: int,       # 2 for sequences (B,T), 1 for one token a sequence (B,)
     vocab_size: int, # number of tokens
 ):
-    "Raise a one-line `ValueError` unless these are tokens of the vocabulary (values: looked at on the CPU only)."
+    "Raise a one-line `ValueError` unless these are tokens; their values are looked at on the CPU only."
     if tokens.dim() != dims:
         expected = "(B, T)" if dims == 2 else "(B,)"
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
@@ -251,6 +254,21 @@ def sample_next(
     return order.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-039
+def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
+    "Raise a one-line `ValueError` for arguments that `SequenceLM.generate` cannot take."
+    check_tokens(tokens, 2, vocab_size)
+    if tokens.shape[1] == 0:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")
+    if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 0:
+        raise ValueError(f"n_new is {n_new!r}; expected an integer of at least 0")
+    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature!r}; expected a number of at least 0")
+    if top_k is not None:
+        check_size("top_k", top_k)
+    if top_p is not None and (not isinstance(top_p, (int, float)) or not 0 < top_p <= 1):
+        raise ValueError(f"top_p is {top_p!r}; expected a number above 0 and at most 1")
+
+# %% ../../nbs/models/22_lm.ipynb #22_lm-041
 class SequenceLM(Decoder):
     "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
 
@@ -281,22 +299,7 @@ class SequenceLM(Decoder):
         "The model in `folder`, in evaluation mode; an `OSError` or `ValueError` names a file at fault."
         return load_model(cls, folder, device, dtype)
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-040
-def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
-    "Raise a one-line `ValueError` for arguments that `SequenceLM.generate` cannot take."
-    check_tokens(tokens, 2, vocab_size)
-    if tokens.shape[1] == 0:
-        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")
-    if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 0:
-        raise ValueError(f"n_new is {n_new!r}; expected an integer of at least 0")
-    if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature!r}; expected a number of at least 0")
-    if top_k is not None:
-        check_size("top_k", top_k)
-    if top_p is not None and (not isinstance(top_p, (int, float)) or not 0 < top_p <= 1):
-        raise ValueError(f"top_p is {top_p!r}; expected a number above 0 and at most 1")
-
-# %% ../../nbs/models/22_lm.ipynb #22_lm-046
+# %% ../../nbs/models/22_lm.ipynb #22_lm-047
 def write_whole(
     path: Path, # where the file shall be
     write,      # function that writes a file at the path that it is given
@@ -313,7 +316,7 @@ def write_whole(
     finally:
         part.unlink(missing_ok=True)
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-047
+# %% ../../nbs/models/22_lm.ipynb #22_lm-048
 def save_model(
     model: Trunk, # the model to save
     folder,       # where; made if it is not there
@@ -327,7 +330,7 @@ def save_model(
     write_whole(folder / "model.safetensors", lambda path: save_file(state, path, metadata))
     write_whole(folder / "config.json", lambda path: path.write_text(config + "\n", encoding="utf-8"))
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-049
+# %% ../../nbs/models/22_lm.ipynb #22_lm-050
 def read_config(
     path, # a JSON file
 ) -> LMConfig:
@@ -337,7 +340,7 @@ def read_config(
     except ValueError as error:
         raise ValueError(f"{path} is not a model's config: {error}") from error
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-050
+# %% ../../nbs/models/22_lm.ipynb #22_lm-051
 def read_weights(
     path,             # a safetensors file
     config: LMConfig, # the configuration beside it
@@ -355,7 +358,7 @@ def read_weights(
         raise ValueError(f"{path} was saved with another config than the config.json beside it")
     return state
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-051
+# %% ../../nbs/models/22_lm.ipynb #22_lm-052
 def check_state(
     state: dict,    # name -> tensor
     expected: dict, # name -> tensor of the right shape
@@ -372,7 +375,7 @@ def check_state(
             shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
             raise ValueError(f"{name} in {source} has shape {shape}; expected {wanted}")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-052
+# %% ../../nbs/models/22_lm.ipynb #22_lm-053
 def load_model(
     cls,         # `SequenceLM` or a subclass
     folder,      # what `save_model` wrote
@@ -389,7 +392,7 @@ def load_model(
     model.load_state_dict(state, assign=True)
     return model.to(device=device, dtype=dtype).eval()
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-055
+# %% ../../nbs/models/22_lm.ipynb #22_lm-056
 def official_name(
     name: str, # a parameter of `SequenceLM`
 ) -> str:      # the same parameter in the official code
@@ -399,7 +402,7 @@ def official_name(
     name = re.sub(r"^blocks\.", "layers.", re.sub(r"^norm\.", "norm_f.", name))
     return "backbone." + name.replace("mixer.b_proj.", "mixer.dt_head.").replace("mixer.D_skip", "mixer.D")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-056
+# %% ../../nbs/models/22_lm.ipynb #22_lm-057
 def load_official_state_dict(
     state_dict: dict, # name -> tensor, as the official code's Longhorn or Mamba model saves it
     config: LMConfig, # the model to load it into; no MLP
@@ -407,7 +410,8 @@ def load_official_state_dict(
     "An official state dict in our names; a one-line `ValueError` if a tensor does not fit."
     if config.d_mlp or config.mixer not in ("longhorn", "longhorn_exact", "longhorn_decoupled", "mamba"):
         raise ValueError(f"the official code has no {config.mixer} model with d_mlp={config.d_mlp}")
-    state = {re.sub(r"^((_orig_mod|module|transformer)\.)+", "", name): t for name, t in state_dict.items()}
+    prefix = re.compile(r"^((_orig_mod|module|transformer)\.)+")
+    state = {prefix.sub("", name): tensor for name, tensor in state_dict.items()}
     with torch.device("meta"):
         ours = Trunk(config).state_dict()
     if config.tie_embeddings and "lm_head.weight" in state:
@@ -419,7 +423,7 @@ def load_official_state_dict(
     check_state(state, expected, "the official state dict")
     return {name: state[official_name(name)] for name in ours}
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-060
+# %% ../../nbs/models/22_lm.ipynb #22_lm-061
 def fill_mlp(
     config: LMConfig, # the model to adapt
     target: int,      # number of parameters to come near
@@ -429,7 +433,7 @@ def fill_mlp(
     free = (target - bare) / config.n_layer - config.d_model # an MLP brings a norm and 3 d_model d_mlp
     return replace(config, d_mlp=max(0, round(free / (3 * config.d_model))))
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-061
+# %% ../../nbs/models/22_lm.ipynb #22_lm-062
 def nearest_widths(
     config: LMConfig, # the model to adapt
     target: int,      # number of parameters to come near
@@ -446,7 +450,7 @@ def nearest_widths(
         low, high = (middle, high) if small else (low, middle)
     return [replace(config, d_model=unit * low), replace(config, d_model=unit * high)]
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-062
+# %% ../../nbs/models/22_lm.ipynb #22_lm-063
 def match_parameters(
     config: LMConfig,        # the model to adapt
     target: int,             # number of parameters to come near

@@ -153,7 +153,7 @@ class ScanProjections(Mixer):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False)
 
     def project(self, h, past=None):
-        "(B,T,d_model) -> q, k (B,T,N), x (B,T,d_inner), low (B,T,rank), z (B,T,d_inner), and the new past."
+        "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past."
         x, z = self.in_proj(h).chunk(2, -1)
         x, past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past)
         low, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
@@ -162,9 +162,9 @@ class ScanProjections(Mixer):
     def empty_cache(self, batch_size, device=None, dtype=None):
         weight = self.out_proj.weight
         device, dtype = device or weight.device, dtype or weight.dtype
-        conv = torch.zeros(batch_size, self.d_inner, self.d_conv - 1, device=device, dtype=dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        return ScanCache(conv, torch.zeros(batch_size, self.d_inner, self.d_state, device=device, dtype=wide))
+        rows, wide = (batch_size, self.d_inner), torch.promote_types(dtype, torch.float32)
+        return ScanCache(torch.zeros(*rows, self.d_conv - 1, device=device, dtype=dtype),
+                         torch.zeros(*rows, self.d_state, device=device, dtype=wide))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanMixer(ScanProjections):

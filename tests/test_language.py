@@ -1,0 +1,197 @@
+import lzma, math
+from collections import Counter
+from dataclasses import replace
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from longhorn_kit.lab import language
+from longhorn_kit.lab.data import ByteTokenizer, prepare
+from longhorn_kit.lab.language import (
+    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset, fit, lead,
+    model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, verdict, write_text, xz_bits,
+)
+from longhorn_kit.lab.training import TrainConfig, train
+from longhorn_kit.models import SequenceLM
+from longhorn_kit.models.lm import count_parameters
+
+RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
+TINY = LMPreset("a test", d_model=16, n_layer=2, train=RECIPE, held_out=160)
+GRID = LanguageConfig(TINY, mixers=("longhorn_exact", "longhorn", "mamba", "attention"), lengths=(8, 24), sample=12, rounds=2)
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    "A text file of its own, and a cache beside it."
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
+    return str(path)
+
+
+def by_hand(windows, tokens, size):
+    "Witten-Bell back-off with dictionaries, one position after another."
+    counts = [Counter(), Counter(), Counter()]
+    for window in windows:
+        for order in range(3):
+            counts[order].update(tuple(window[i:i + order + 1]) for i in range(len(window) - order))
+    def probability(context, byte):
+        shorter = probability(context[1:], byte) if context else 1 / size
+        following = {c: n for c in range(size) if (n := counts[len(context)][(*context, c)])}
+        total = sum(following.values())
+        return (following.get(byte, 0) + len(following) * shorter) / (total + len(following)) if total else shorter
+    return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
+def test_trigram_model_is_a_count_by_hand(seed, size, count, length):
+    rng = np.random.default_rng(seed)
+    windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
+    model = TrigramModel(windows, size)
+    expected = by_hand(windows.tolist(), tokens.tolist(), size)
+    assert np.allclose(model.probabilities(tokens), expected)
+    assert model.bits(tokens) == pytest.approx(-np.log2(expected).mean())
+    for a in range(size):
+        assert sum(model.probabilities(np.array([a, 0, c]))[0] for c in range(size)) == pytest.approx(1)
+
+
+def test_xz_alone_and_after_the_same_bytes():
+    data = bytes(np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8))
+    assert xz_bits(data) == 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / 4000 > 8
+    assert xz_bits(data, training=data) < 0.2 # only the distance to the first copy is left
+
+
+@settings(max_examples=20, deadline=None)
+@given(length=st.integers(64, 500), total=st.integers(16, 600))
+def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
+    tokens = np.arange(length)
+    found = stretches(tokens, total)
+    if total >= length:
+        assert (found == tokens).all()
+    else:
+        size = total // 16
+        assert len(found) == 16 * size and found[0] == 0 and found[-1] == length - 1
+        assert (np.diff(found.reshape(16, size)) == 1).all()
+
+
+def test_seen_windows_are_what_training_feeds_the_model():
+    class Recorder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), []
+        def forward(self, tokens, targets):
+            self.seen.append(torch.cat([tokens, targets[:, -1:]], 1))
+            return self.weight.sum() ** 2
+    recorder, tokens = Recorder(), np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
+    train(recorder, tokens, None, RECIPE, quiet=True)
+    assert (torch.cat(recorder.seen).numpy() == seen_windows(tokens, RECIPE)).all()
+
+
+@pytest.mark.parametrize("preset", sorted(LM_PRESETS))
+def test_every_model_of_a_preset_has_the_same_number_of_parameters(preset):
+    target = count_parameters(model_config(LM_PRESETS[preset], "longhorn", 256))
+    for mixer in ("longhorn_exact", "longhorn_scalar", "longhorn_decoupled", "mamba", "attention"):
+        config = model_config(LM_PRESETS[preset], mixer, 256)
+        assert config.mixer == mixer and abs(count_parameters(config) / target - 1) <= 0.01
+
+
+def test_run_cut_short_goes_on_with_what_is_finished(tmp_path, text, monkeypatch):
+    wrote, inner = [], language.write_text
+    def interrupted(*args, **options):
+        if len(wrote) == 2:
+            raise KeyboardInterrupt
+        wrote.append(1)
+        return inner(*args, **options)
+    monkeypatch.setattr(language, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("laptop", tmp_path / "a", GRID, text)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("*/result.json")}
+    assert len(kept) == 2 and not (tmp_path / "a" / "record.json").exists()
+    monkeypatch.setattr(language, "write_text", inner)
+    resumed, fresh = run("laptop", tmp_path / "a", GRID, text), run("laptop", tmp_path / "b", GRID, text)
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    for key in ("bits_per_byte", "train", "held_out", "samples", "parameters", "trigram", "xz_alone", "xz_primed"):
+        assert resumed["results"][key] == fresh["results"][key], key
+    monkeypatch.setattr(language, "train", lambda *args, **options: pytest.fail("a finished model was trained again"))
+    again = run("laptop", tmp_path / "a", GRID, text)
+    assert again["results"] == resumed["results"] and again["seconds"] == pytest.approx(resumed["seconds"], abs=2)
+
+
+def test_record_can_be_drawn_and_judged(tmp_path, text):
+    record = run("laptop", tmp_path / "a", replace(GRID, seeds=(0, 1)), text)
+    assert {"claim", "scale", "settings", "results", "environment", "seconds", "command"} <= set(record)
+    assert all(len(bits) == 2 for bits in record["results"]["bits_per_byte"].values())
+    assert (tmp_path / "a" / "record.json").stat().st_size < 60_000
+    assert all(caption for _, caption in figures(record)) and all(text.startswith("The ") for _, text in samples(record))
+    for title, header, rows in tables(record):
+        assert rows and all(len(row) == len(header) for row in rows)
+    assert verdict(record)[1] in ("holds", "mixed", "does not hold")
+
+
+def test_caches_at_several_lengths_are_those_of_reading_at_once():
+    for mixer in ("longhorn_exact", "attention"):
+        model = language.new_model(model_config(TINY, mixer, 256), 0).eval()
+        tokens = torch.randint(256, (1, 30))
+        short, long = caches_at(model, tokens, [8, 30])
+        with torch.no_grad():
+            whole = model.prefill(tokens)[1]
+            assert torch.allclose(model.step(tokens[:, 0], long)[0], model.step(tokens[:, 0], whole)[0], atol=1e-5)
+        assert (cache_numbers(long) > cache_numbers(short)) == (mixer == "attention")
+        times = decode_times({mixer: model}, tokens, [8, 30], rounds=1, steps=1)
+        assert all(ms > 0 for ms in times[mixer])
+
+
+def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setitem(LM_PRESETS, "test", TINY)
+    result = train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5)
+    assert f"{result['bits_per_byte']:.3f} bits a byte" in capsys.readouterr().out and result["steps"] == 3
+    folder = tmp_path / "run" / "model"
+    model = SequenceLM.from_pretrained(folder)
+    assert trained_tokenizer(folder, model.config.vocab_size) == "bytes"
+    assert write_text(model, ByteTokenizer(), "1 times", 5, seed=1) == write_text(model, ByteTokenizer(), "1 times", 5, seed=1)
+    assert train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5)["resumed_from"] == 3
+    with pytest.raises(ValueError, match="holds a run with mixer=longhorn; this one has mixer=longhorn_exact"):
+        train_lm("test", "longhorn_exact", text, tmp_path / "run", steps=3, seed=5)
+    with pytest.raises(ValueError, match="holds a run with d_model=16; this one has d_model=8"):
+        train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5, d_model=8)
+
+
+def test_seed_decides_the_weights_and_leaves_torchs_state_alone():
+    config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
+    one, same, other = (language.new_model(config, seed).embedding.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
+
+
+def made_up(**bits):
+    return {"results": {"bits_per_byte": {"longhorn_exact": [2.0], **bits}}}
+
+
+def test_one_seed_decides_only_what_is_larger_than_its_noise():
+    big, small = language.ONE_SEED * 2, language.ONE_SEED / 2
+    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 + big], attention=[2.0 + big]))[1] == "holds"
+    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 + small], attention=[2.0 + big]))[1] == "mixed"
+    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 - big], attention=[2.0 - big]))[1] == "does not hold"
+    assert lead([2.0, 2.1], [2.01, 2.11])[2] == "holds"      # small, but the same for both seeds
+    assert lead([2.0, 2.1], [2.3, 2.11])[2] == "undecided"   # ahead twice, by less than the spread
+    assert [row[-1] for row in comparisons(made_up(longhorn=[2.0], mamba=[2.0], attention=[1.0]))] == ["undecided", "does not hold"]
+
+
+@pytest.mark.parametrize("call, match", [
+    (lambda folder: run("moon", folder), "unknown scale 'moon' for language; there is: laptop"),
+    (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset 'huge'; there are: laptop .*shakespeare"),
+    (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
+    (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
+    (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
+    (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
+])
+def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, call, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        call(tmp_path)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_shorter_run_warms_up_for_a_shorter_time():
+    preset = find_preset("shakespeare")
+    assert override(preset, steps=50).train.warmup == 5 and override(preset, steps=50, warmup=20).train.warmup == 20
+    assert override(preset, seed=3).train.warmup == preset.train.warmup and math.isclose(preset.train.lr_final * preset.train.lr, 1e-4)

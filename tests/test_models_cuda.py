@@ -1,0 +1,57 @@
+"""The models on a GPU: the same decoding, sampling and files as on the CPU (no extra packages needed)."""
+import pytest
+import torch
+
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+
+pytestmark = pytest.mark.cuda
+NAMES = sorted(MIXERS)
+
+
+def make(name):
+    torch.manual_seed(0)
+    return SequenceLM(LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=name, d_mlp=96))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
+    model, tokens = make(name), torch.randint(40, (2, 37))
+    expected = model(tokens)
+    model, tokens = model.cuda(), tokens.cuda()
+    torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        logits, cache = model.prefill(tokens[:, :20])
+        parts = [logits]
+        for t in range(20, 24):
+            logits, cache = model.step(tokens[:, t], cache)
+            parts.append(logits[:, None])
+        logits, cache = model.prefill(tokens[:, 24:], cache)
+        torch.testing.assert_close(torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_autocast_trains(name):
+    model, tokens = make(name).cuda(), torch.randint(40, (2, 33), device="cuda")
+    plain = model(tokens, tokens)[1]
+    plain.backward()
+    exact = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits, loss = model(tokens, tokens)
+        _, cache = model.prefill(tokens)
+    loss.backward()
+    assert abs(loss.item() - plain.item()) < 0.02 and loss.dtype is torch.float32
+    for n, p in model.named_parameters():
+        assert (p.grad - exact[n]).norm() < 0.1 * exact[n].norm() + 1e-4, n
+    if hasattr(cache[0], "S"):
+        assert cache[0].S.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_generates_and_saves(name, tmp_path):
+    model, prompt = make(name).cuda(), torch.randint(40, (2, 5), device="cuda")
+    first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
+    assert first.is_cuda and torch.equal(first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9))
+    model.save_pretrained(tmp_path)
+    again = SequenceLM.from_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16)
+    assert again.generate(prompt, 4, temperature=0).shape == (2, 9)
