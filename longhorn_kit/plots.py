@@ -46,6 +46,7 @@ def label_ends(
     gap=0.065, # smallest distance between two labels, as a fraction of the axes' height
 ):
     "Write every line's label beside its last finite point, in the line's colour."
+    ax.autoscale_view()  # limits may be stale until the first drawing
     ends = []
     for line in ax.get_lines():
         x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
