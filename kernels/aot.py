@@ -153,6 +153,8 @@ def cases(what):
             yield f"fast {form}", fast_launches(form)
             yield f"fast {form} ragged", fast_launches(form, B=1, T=2001, D=2008)
             yield f"fast {form} bare", fast_launches(form, z=False, state=False)
+        yield "fast exact odd T", fast_launches("exact", T=2041)
+        yield "fast exact odd D", fast_launches("exact", D=2040)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
 

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims', 'chosen_claims',
            'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim', 'finished_records',
-           'Reproduce', 'model_folder', 'stream_text', 'Generate', 'known', 'TrainLM', 'parse', 'fail', 'main']
+           'Reproduce', 'model_folder', 'stream_text', 'generate_from', 'Generate', 'known', 'train_from', 'TrainLM',
+           'parse', 'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -234,6 +235,26 @@ def stream_text(
         write(tokenizer.decode(waiting))
 
 # %% ../nbs/cli.ipynb #cli-028
+def generate_from(
+    o,            # a Generate
+    folder: Path, # of the model
+):
+    "Print the prompt and what the model makes of it, token by token."
+    import torch
+    from longhorn_kit.lab.data import get_tokenizer
+    from longhorn_kit.lab.language import trained_tokenizer
+    from longhorn_kit.lab.report import readable
+    from longhorn_kit.models import SequenceLM
+    model = SequenceLM.from_pretrained(folder, "cuda" if torch.cuda.is_available() else "cpu").eval()
+    tokenizer = get_tokenizer(o.tokenizer or trained_tokenizer(folder, model.config.vocab_size))
+    ids = torch.tensor([tokenizer.encode(o.prompt).tolist()], device=model.embedding.weight.device)
+    show = lambda text: print(readable(text), end="", flush=True)
+    show(o.prompt)
+    new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
+    stream_text(new, tokenizer, show)
+    print()
+
+# %% ../nbs/cli.ipynb #cli-029
 @dataclass
 class Generate:
     "Let a trained model continue a prompt; prints token by token."
@@ -247,27 +268,11 @@ class Generate:
     tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
 
     def __call__(self):
-        folder = model_folder(self.checkpoint)
         if not self.prompt:
             raise UsageError("the prompt is empty; one character is enough")
-        import torch
+        generate_from(self, model_folder(self.checkpoint))
 
-        from longhorn_kit.lab.data import get_tokenizer
-        from longhorn_kit.lab.language import trained_tokenizer
-        from longhorn_kit.lab.report import readable
-        from longhorn_kit.models import SequenceLM
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = SequenceLM.from_pretrained(folder, device=device).eval()
-        name = self.tokenizer or trained_tokenizer(folder, model.config.vocab_size)
-        tokenizer = get_tokenizer(name)
-        ids = torch.tensor([tokenizer.encode(self.prompt).tolist()], device=device)
-        new = model.stream(ids, self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
-        show = lambda text: print(readable(text), end="", flush=True)
-        show(self.prompt)
-        stream_text(new, tokenizer, show)
-        print()
-
-# %% ../nbs/cli.ipynb #cli-030
+# %% ../nbs/cli.ipynb #cli-031
 def known(
     kind: str, # what the name is a name of
     name: str, # what was typed
@@ -277,6 +282,21 @@ def known(
     if name not in names:
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
 
+# %% ../nbs/cli.ipynb #cli-032
+def train_from(
+    options, # a TrainLM
+):
+    "Train with the preset's values, except where a flag was given."
+    from longhorn_kit.lab.language import LM_PRESETS, train_lm
+    from longhorn_kit.models import MIXERS
+    known("preset", options.preset, LM_PRESETS)
+    known("mixer", options.mixer, MIXERS)
+    fixed = ("preset", "out", "mixer", "data")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    overrides = {name: value for name, value in given.items() if name not in fixed}
+    train_lm(options.preset, options.mixer, options.data, options.out, **overrides)
+
+# %% ../nbs/cli.ipynb #cli-034
 @dataclass
 class TrainLM:
     "Train a language model; the same command continues an interrupted run."
@@ -301,23 +321,16 @@ class TrainLM:
     interrupted = "interrupted; the same command goes on from the last checkpoint"
 
     def __call__(self):
-        fixed = ("preset", "out", "mixer", "data")
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        overrides = {name: value for name, value in given.items() if name not in fixed}
-        from longhorn_kit.lab.language import LM_PRESETS, train_lm
-        from longhorn_kit.models import MIXERS
-        known("preset", self.preset, LM_PRESETS)
-        known("mixer", self.mixer, MIXERS)
-        train_lm(self.preset, self.mixer, self.data, self.out, **overrides)
+        train_from(self)
 
-# %% ../nbs/cli.ipynb #cli-032
+# %% ../nbs/cli.ipynb #cli-036
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
            tyro.conf.DisallowNone)
 
-# %% ../nbs/cli.ipynb #cli-033
+# %% ../nbs/cli.ipynb #cli-037
 def parse(
     argv: list[str], # the words after `longhorn`
 ):
@@ -335,7 +348,7 @@ def parse(
             return None
         raise UsageError(complaint(box.getvalue())) from None
 
-# %% ../nbs/cli.ipynb #cli-034
+# %% ../nbs/cli.ipynb #cli-038
 def fail(
     message: str,
     code: int, # exit code
@@ -346,7 +359,7 @@ def fail(
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code
 
-# %% ../nbs/cli.ipynb #cli-035
+# %% ../nbs/cli.ipynb #cli-039
 def main(
     argv: list[str] | None = None, # the words after `longhorn`; by default the command line's
 ) -> int:                          # exit code
@@ -371,7 +384,7 @@ def main(
             raise
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
-# %% ../nbs/cli.ipynb #cli-036
+# %% ../nbs/cli.ipynb #cli-040
 #| eval: false
 if __name__ == "__main__":
     sys.exit(main())

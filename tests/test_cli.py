@@ -396,7 +396,8 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     time.sleep(2) # importing, or in the first run
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert child.returncode == 130 and "Traceback" not in err
+    # Python ends with the signal itself where the interrupt struck inside `exec`, as in an import; a shell shows 130 for both.
+    assert child.returncode in (130, -signal.SIGINT) and "Traceback" not in err
     assert err.splitlines()[-1] == "longhorn: error: interrupted; what is finished is kept, and the same command goes on from there"
     assert not (tmp_path / "runs" / "recall" / "laptop" / "record.json").exists()
     no_leftovers(tmp_path / "runs")

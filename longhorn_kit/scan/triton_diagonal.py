@@ -34,6 +34,27 @@ def _load(ptr, offsets, mask, RAGGED: gl.constexpr):
 
 
 @gluon.jit
+def _mask(rows, columns, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr):
+    # Which elements of a tile exist; only the conditions that can fail are computed.
+    if RAGGED_T:
+        if RAGGED_D:
+            return rows & columns
+        else:
+            return rows
+    else:
+        return columns
+
+
+@gluon.jit
+def _rows_apart(D, sx_8, sb_8, sz_8, sg_8, ONE_STRIDE: gl.constexpr):
+    # Row strides of x, b, z and their gradients; when all are contiguous they share the registers of one.
+    if ONE_STRIDE:
+        return D, D, D, D
+    else:
+        return sx_8 * 8, sb_8 * 8, sz_8 * 8, sg_8 * 8
+
+
+@gluon.jit
 def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr):
     # Asynchronous copy to shared memory; what the mask leaves out becomes zero.
     if RAGGED:
@@ -78,7 +99,7 @@ def _diagonal_fwd_kernel(
         sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8,
         N: gl.constexpr, BD: gl.constexpr, NT: gl.constexpr, DT: gl.constexpr, NW: gl.constexpr, MODE: gl.constexpr,
         SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # MODE 0: whole sequences. 1: a segment's own state and decay product. 2: a segment with the carry of those before.
     C: gl.constexpr = 16
     CKPT: gl.constexpr = 8
@@ -96,9 +117,7 @@ def _diagonal_fwd_kernel(
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, CKPT, PACKED)
     hi = gl.minimum(lo + LS, length)
     D = D8 * 8
-    sx = sx_8 * 8
-    sb = sb_8 * 8
-    sz = sz_8 * 8
+    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sz_8, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -116,9 +135,9 @@ def _diagonal_fwd_kernel(
     bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
     ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
     if HAS_BIAS:
-        bi = _load(bias, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+        bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
     if HAS_SKIP:
-        ds = _load(skip, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+        ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
     se = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sk = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
@@ -145,15 +164,15 @@ def _diagonal_fwd_kernel(
     q += (row + lo) * N
     ckpt += (chunk + lo // CKPT) * N * D
     left = hi - lo
-    mT = (tT[:, None] < left) & mD
+    mT = _mask(tT[:, None] < left, mD, RAGGED_T, RAGGED_D)
     mK = (tK[:, None] < left)
-    xt = _load(x, oX, mT, RAGGED)
-    bt = _load(b, oB, mT, RAGGED)
-    kt = _load(k, oK, mK, RAGGED)
+    xt = _load(x, oX, mT, RAGGED_T or RAGGED_D)
+    bt = _load(b, oB, mT, RAGGED_T or RAGGED_D)
+    kt = _load(k, oK, mK, RAGGED_T)
     if MODE != 1:
-        qt = _load(q, oK, mK, RAGGED)
+        qt = _load(q, oK, mK, RAGGED_T)
         if HAS_Z:
-            zt = _load(z, oZ, mT, RAGGED)
+            zt = _load(z, oZ, mT, RAGGED_T or RAGGED_D)
     chunks = (left + C - 1) // C
     for c in range(0, chunks):
         kf = kt.to(gl.float32)
@@ -169,22 +188,22 @@ def _diagonal_fwd_kernel(
         cn = gl.minimum(c + 1, chunks - 1)
         c64 = cn.to(gl.int64) * C
         rest = left - cn * C
-        mT = (tT[:, None] < rest) & mD
+        mT = _mask(tT[:, None] < rest, mD, RAGGED_T, RAGGED_D)
         mK = (tK[:, None] < rest)
-        xt = _load(x + c64 * sx, oX, mT, RAGGED)
-        bt = _load(b + c64 * sb, oB, mT, RAGGED)
-        kt = _load(k + c64 * N, oK, mK, RAGGED)
+        xt = _load(x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        bt = _load(b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        kt = _load(k + c64 * N, oK, mK, RAGGED_T)
         if MODE != 1:
-            qt = _load(q + c64 * N, oK, mK, RAGGED)
+            qt = _load(q + c64 * N, oK, mK, RAGGED_T)
             if HAS_Z:
-                zt = _load(z + c64 * sz, oZ, mT, RAGGED)
+                zt = _load(z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
         for t0 in range(0, C, CKPT):
             if SAVE:
-                if RAGGED:
+                if RAGGED_T:
                     if c * C + t0 < left:
                         gl.store(ckpt + ((c * C + t0) // CKPT).to(gl.int64) * N * D + nd, S, mask=mS)
                 else:
-                    gl.store(ckpt + ((c * C + t0) // CKPT).to(gl.int64) * N * D + nd, S)
+                    _store(ckpt + ((c * C + t0) // CKPT).to(gl.int64) * N * D, nd, S, mS, RAGGED_D)
             for u in gl.static_range(CKPT):
                 t = t0 + u
                 kn = sk1.index(t).load(OVER_N)[:, None]
@@ -202,7 +221,7 @@ def _diagonal_fwd_kernel(
             if HAS_Z:
                 zf = zc.to(gl.float32)
                 y = y * zf * _reciprocal(1.0 + _exp(gl.minimum(-zf, 80.0)))
-            _store(out + c.to(gl.int64) * C * D, oO, y, (tT[:, None] < left - c * C) & mD, RAGGED)
+            _store(out + c.to(gl.int64) * C * D, oO, y, _mask(tT[:, None] < left - c * C, mD, RAGGED_T, RAGGED_D), RAGGED_T or RAGGED_D)
     if MODE == 1:
         o = slot.to(gl.int64) * N * D
         gl.store(carry + o + nd, S, mask=mS)
@@ -216,7 +235,7 @@ def _diagonal_fwd_kernel(
 def _diagonal_adjoint_kernel(
         b, z, g, k, q, bias, cu, owner, carry, decay, T, LS, SLOTS, ND, D8, sb_b8, sb_8, sz_b8, sz_8, sg_b8, sg_8,
         N: gl.constexpr, BD: gl.constexpr, NT: gl.constexpr, DT: gl.constexpr, NW: gl.constexpr,
-        HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr):
+        HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # A segment's own adjoint (nothing entering from the right) and its decay product.
     C: gl.constexpr = 8
     STATE: gl.constexpr = gl.BlockedLayout([NT, DT], [N // NT, 32 * NT // N], [1, NW], [1, 0])
@@ -235,9 +254,7 @@ def _diagonal_adjoint_kernel(
     if lo == 0:
         left = 0 * left                                # no carry needs the first segment's own adjoint
     D = D8 * 8
-    sb = sb_8 * 8
-    sz = sz_8 * 8
-    sg = sg_8 * 8
+    sx, sb, sz, sg = _rows_apart(D, sb_8, sb_8, sz_8, sg_8, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -252,7 +269,7 @@ def _diagonal_adjoint_kernel(
     oK = tK[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
     bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
     if HAS_BIAS:
-        bi = _load(bias, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+        bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
     se = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sd = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sk = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
@@ -272,14 +289,14 @@ def _diagonal_adjoint_kernel(
     c0 = gl.maximum(chunks - 1, 0)
     c64 = c0.to(gl.int64) * C
     rest = left - c0 * C
-    mT = (tT[:, None] < rest) & mD
+    mT = _mask(tT[:, None] < rest, mD, RAGGED_T, RAGGED_D)
     mK = (tK[:, None] < rest)
-    bt = _load(b + c64 * sb, oB, mT, RAGGED)
-    gt = _load(g + c64 * sg, oG, mT, RAGGED)
-    kt = _load(k + c64 * N, oK, mK, RAGGED)
-    qt = _load(q + c64 * N, oK, mK, RAGGED)
+    bt = _load(b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+    gt = _load(g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+    kt = _load(k + c64 * N, oK, mK, RAGGED_T)
+    qt = _load(q + c64 * N, oK, mK, RAGGED_T)
     if HAS_Z:
-        zt = _load(z + c64 * sz, oZ, mT, RAGGED)
+        zt = _load(z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
     for i in range(0, chunks):
         kf = kt.to(gl.float32)
         kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
@@ -294,14 +311,14 @@ def _diagonal_adjoint_kernel(
         cn = gl.maximum(chunks - 2 - i, 0)
         c64 = cn.to(gl.int64) * C
         rest = left - cn * C
-        mT = (tT[:, None] < rest) & mD
+        mT = _mask(tT[:, None] < rest, mD, RAGGED_T, RAGGED_D)
         mK = (tK[:, None] < rest)
-        bt = _load(b + c64 * sb, oB, mT, RAGGED)
-        gt = _load(g + c64 * sg, oG, mT, RAGGED)
-        kt = _load(k + c64 * N, oK, mK, RAGGED)
-        qt = _load(q + c64 * N, oK, mK, RAGGED)
+        bt = _load(b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        gt = _load(g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+        kt = _load(k + c64 * N, oK, mK, RAGGED_T)
+        qt = _load(q + c64 * N, oK, mK, RAGGED_T)
         if HAS_Z:
-            zt = _load(z + c64 * sz, oZ, mT, RAGGED)
+            zt = _load(z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
         for j in gl.static_range(C):
             kn = sk1.index(C - 1 - j).load(OVER_N)[:, None]
             qn = sq1.index(C - 1 - j).load(OVER_N)[:, None]
@@ -320,7 +337,7 @@ def _diagonal_bwd_kernel(
         x, b, z, g, k, q, bias, skip, dhT, cu, owner, ckpt, carry, dx, db, dz, dtok, dbias, dskip, dh0,
         T, LS, SLOTS, ND, D8, rows, sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8, sg_b8, sg_8,
         MODE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Chunks of 8 steps from their checkpoint; a lane holds 4 states of 4 channels; sums over lanes wait for the tile phase.
     C: gl.constexpr = 8
     N: gl.constexpr = 16
@@ -348,10 +365,7 @@ def _diagonal_bwd_kernel(
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     left = gl.minimum(lo + LS, length) - lo
     D = D8 * 8
-    sx = sx_8 * 8
-    sb = sb_8 * 8
-    sz = sz_8 * 8
-    sg = sg_8 * 8
+    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sg_8, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -422,16 +436,16 @@ def _diagonal_bwd_kernel(
     chunks = (left + C - 1) // C
     c0 = gl.maximum(chunks - 1, 0)
     c64 = c0.to(gl.int64) * C
-    mT = (tC < left - c0 * C) & mC
+    mT = _mask(tC < left - c0 * C, mC, RAGGED_T, RAGGED_D)
     mK = (tK < left - c0 * C)
-    _copy(cx, x + c64 * sx, oX, mT, RAGGED)
-    _copy(cb, b + c64 * sb, oB, mT, RAGGED)
+    _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+    _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
     if HAS_Z:
-        _copy(cz, z + c64 * sz, oZ, mT, RAGGED)
-    _copy(cg, g + c64 * sg, oG, mT, RAGGED)
-    _copy(ck, k + c64 * N, oK, mK, RAGGED)
-    _copy(cq, q + c64 * N, oK, mK, RAGGED)
-    _copy(cS, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED)
+        _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+    _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+    _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
+    _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
+    _copy(cS, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
     async_copy.commit_group()
     abi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
     ads = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
@@ -441,7 +455,7 @@ def _diagonal_bwd_kernel(
         bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         if HAS_BIAS:
-            bi = _load(bias, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+            bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         kf = ck.load(KEYS).to(gl.float32)
         kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
         em = _exp(gl.minimum(-(cb.load(TILE).to(gl.float32) + bi), 80.0))
@@ -461,16 +475,16 @@ def _diagonal_bwd_kernel(
         S = cS.load(STATE)
         cn = gl.maximum(c - 1, 0)
         c64 = cn.to(gl.int64) * C
-        mT = (tC < left - cn * C) & mC
+        mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
         mK = (tK < left - cn * C)
-        _copy(cx, x + c64 * sx, oX, mT, RAGGED)
-        _copy(cb, b + c64 * sb, oB, mT, RAGGED)
+        _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(cz, z + c64 * sz, oZ, mT, RAGGED)
-        _copy(cg, g + c64 * sg, oG, mT, RAGGED)
-        _copy(ck, k + c64 * N, oK, mK, RAGGED)
-        _copy(cq, q + c64 * N, oK, mK, RAGGED)
-        _copy(cS, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED)
+            _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+        _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
+        _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
+        _copy(cS, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
         async_copy.commit_group()
         states = ()
         kn_ = sk1.index(0).load(OVER_N)
@@ -520,26 +534,26 @@ def _diagonal_bwd_kernel(
             pe1.index(C - 1 - j).store(ve)
             pk1.index(C - 1 - j).store(vk)
         if HAS_SKIP:
-            ds = _load(skip, dT, dT < D, RAGGED).to(gl.float32)[None, :]
-        mO = (tT[:, None] < left - c * C) & mD
+            ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
+        mO = _mask(tT[:, None] < left - c * C, mD, RAGGED_T, RAGGED_D)
         o64 = c.to(gl.int64) * (C * D)
         xf = sx_.load(TILE)
         dy = sd.load(TILE)
         if HAS_Z:
             y = gl.convert_layout(gl.sum(py.load(PARTS), 1), TILE) + ds * xf
-            _store(dz + o64, oO, y * sf.load(TILE), mO, RAGGED)
-        _store(dx + o64, oO, ds * dy + gl.convert_layout(gl.sum(px.load(PARTS), 1), TILE), mO, RAGGED)
+            _store(dz + o64, oO, y * sf.load(TILE), mO, RAGGED_T or RAGGED_D)
+        _store(dx + o64, oO, ds * dy + gl.convert_layout(gl.sum(px.load(PARTS), 1), TILE), mO, RAGGED_T or RAGGED_D)
         fall = gl.convert_layout(gl.sum(pe.load(PARTS), 1), TILE)
         e2 = se.load(TILE)
         dv = fall * (e2 * sm.load(TILE))
-        _store(db + o64, oO, dv, mO, RAGGED)
+        _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
         abi += gl.sum(dv, 0)
         ads += gl.sum(dy * xf, 0)
         dkk = gl.convert_layout(gl.sum(fall * e2, 1), gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None]
         mQ = (tQ < left - c * C)
         t64 = c.to(gl.int64) * (C * 2 * N)
-        _store(dtok + t64 + N, oQ, gl.sum(pq.load(PAIRS), 2), mQ, RAGGED)
-        _store(dtok + t64, oQ, gl.sum(pk.load(PAIRS), 2) - 2.0 * sk.load(gl.SliceLayout(2, PAIRS)) * dkk, mQ, RAGGED)
+        _store(dtok + t64 + N, oQ, gl.sum(pq.load(PAIRS), 2), mQ, RAGGED_T)
+        _store(dtok + t64, oQ, gl.sum(pk.load(PAIRS), 2) - 2.0 * sk.load(gl.SliceLayout(2, PAIRS)) * dkk, mQ, RAGGED_T)
     gl.store(dbias + slot.to(gl.int64) * D + dT, abi, mask=dT < D)
     gl.store(dskip + slot.to(gl.int64) * D + dT, ads, mask=dT < D)
     if (lo == 0) & (length >= 0):
@@ -558,10 +572,11 @@ def diagonal_plan(
     steps, below = SEGMENTS[direction]
     if segment is None:
         segment = steps if B * D < below and (B == 1 or T > steps) else 0
+    many = direction == "forward" and B * D > 16384
     LS = segment or (triton.cdiv(T, 16) + 1) * 16
     per_sequence, alone = max(1, triton.cdiv(T, LS)), packed is None
     return PortablePlan(
-        RULES["diagonal"], 2, 16, 64 if direction == "forward" else 32, 2 if direction == "forward" else 1, 8, True,
+        RULES["diagonal"], 2, 16, 64 if many else 32, 2 if many else 1, 8, True,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
         B * triton.cdiv(T, 8) if alone else T // 8 + packed, segment > 0)
 
@@ -583,6 +598,10 @@ def _keys(t, N):
 
 def _wide_rate(b, x):
     return b if b.shape[-1] == x.shape[-1] else b.expand_as(x).contiguous()
+
+
+def _one_stride(D, *tensors):
+    return all(t is None or t.stride(1) == D for t in tensors)
 
 
 def _steps8(t):
@@ -617,9 +636,9 @@ def diagonal_forward(
         _diagonal_fwd_kernel[(p.slots * p.blocks,)](
             x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry, decay,
             p.T, p.LS, p.per_sequence, p.blocks, p.D // 8, *_steps8(x), *_steps8(b), *_steps8(z),
-            N=p.NP, BD=p.BD, NT=8, DT=2, NW=p.warps, MODE=mode, SAVE=save and mode != 1,
+            N=p.NP, BD=p.BD, NT=8 if p.warps == 2 else 16, DT=p.warps, NW=p.warps, MODE=mode, SAVE=save and mode != 1,
             HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-            PACKED=packed, RAGGED=packed or p.T % 16 != 0 or p.D % p.BD != 0, num_warps=p.warps)
+            PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
         if mode == 1:
             _carry(wide, carry, decay, h0, cu_seqlens, reverse=False)
     return out, final[..., : p.N].contiguous(), ckpt
@@ -651,7 +670,7 @@ def diagonal_backward(
     owner = _segment_owner(p, cu_seqlens) if packed else None
     carry, decay = (new(p.slots, p.NP, p.D) if p.segmented else None for _ in range(2))
     flags = dict(HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed,
-                 RAGGED=packed or p.T % 8 != 0 or p.D % p.BD != 0)
+                 RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga))
     grid, sizes = (p.slots * p.blocks,), (p.T, p.LS, p.per_sequence, p.blocks, p.D // 8)
     if p.segmented:
         _diagonal_adjoint_kernel[grid](

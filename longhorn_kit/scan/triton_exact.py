@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .triton_diagonal import _aligned, _copy, _exp, _keys, _load, _reciprocal, _steps8, _store, _wide_rate
+from .triton_diagonal import (
+    _aligned, _copy, _exp, _keys, _load, _mask, _one_stride, _reciprocal, _rows_apart, _steps8, _store, _wide_rate)
 from .triton_portable import RULES, PortablePlan, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-003
@@ -73,7 +74,7 @@ def _exact_fwd_kernel(
         x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, D8, sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8,
         N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Software pipeline over chunks of 16 steps. Region 1: substitution of chunk c, output of c-1, rates of c+1.
     # Region 2: every matrix product. Copies run NS chunks ahead in a ring.
     C: gl.constexpr = 16
@@ -94,9 +95,7 @@ def _exact_fwd_kernel(
     pd = pid % ND
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = D8 * 8
-    sx = sx_8 * 8
-    sb = sb_8 * 8
-    sz = sz_8 * 8
+    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sz_8, ONE_STRIDE)
     dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
     oT = tT[:, None] * D + dT[None, :]
@@ -116,9 +115,9 @@ def _exact_fwd_kernel(
     bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
     ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
     if HAS_BIAS:
-        bi = _load(bias, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+        bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
     if HAS_SKIP:
-        ds = _load(skip, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+        ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
     rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
     rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
     rk = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
@@ -136,7 +135,7 @@ def _exact_fwd_kernel(
     zD = gl.zeros([BD, C], gl.float32, MMA)
     S = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_H0:
-        S = _load(h0 + seq * N * D, oS, mS, RAGGED).to(gl.float32)
+        S = _load(h0 + seq * N * D, oS, mS, RAGGED_D).to(gl.float32)
     x += batch * (sx_b8 * 8) + start * sx
     b += batch * (sb_b8 * 8) + start * sb
     z += batch * (sz_b8 * 8) + start * sz
@@ -149,14 +148,14 @@ def _exact_fwd_kernel(
     for i in gl.static_range(NS - 1):
         c = gl.minimum(last, i)
         c64 = c.to(gl.int64) * C
-        mT = (tC < length - c * C) & mC
+        mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED)
-        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED)
-        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
+        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         async_copy.commit_group()
     async_copy.wait_group(NS - 3)
     k0 = rk.index(0)
@@ -173,8 +172,11 @@ def _exact_fwd_kernel(
     else:
         s_ks.store(zD)
     s_y.store(gl.zeros([C, BD], gl.float32, TILE))
+    rx.index(NS - 1).store(gl.zeros([C, BD], x.dtype.element_ty, TILE))    # read as chunk -1, which does not exist
+    if HAS_Z:
+        rz.index(NS - 1).store(gl.zeros([C, BD], z.dtype.element_ty, TILE))
     if SAVE:
-        _store(ckpt, oS, S, mS, RAGGED)
+        _store(ckpt, oS, S, mS, RAGGED_D)
     for c in range(0, NC):
         # region 1
         acc = _columns(s_x.permute((1, 0)).load(LANE) - s_ks.load(LANE), BD)
@@ -213,7 +215,7 @@ def _exact_fwd_kernel(
         else:
             en = _reciprocal(ea)
         cp = gl.maximum(c - 1, 0)
-        _store(out + cp.to(gl.int64) * (C * D), oT, y, (tT[:, None] < length - cp * C) & mD, RAGGED)
+        _store(out + cp.to(gl.int64) * (C * D), oT, y, _mask(tT[:, None] < length - cp * C, mD, RAGGED_T, RAGGED_D), RAGGED_T or RAGGED_D)
         s_u.store(_from_columns(us, BD, LANE))
         # region 2
         sk = rk.index(here)
@@ -237,7 +239,7 @@ def _exact_fwd_kernel(
         KS = mma_v2(Sl, knT, zD)
         KS = mma_v2(Sh, knT, KS)
         if SAVE:
-            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, RAGGED)
+            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, RAGGED_D)
         s_x.store(xf)
         s_e.store(en)
         s_gram.store(gram_next)
@@ -246,22 +248,22 @@ def _exact_fwd_kernel(
         async_copy.wait_group(NS - 4)
         cn = gl.minimum(c + NS - 1, last)
         c64 = cn.to(gl.int64) * C
-        mT = (tC < length - cn * C) & mC
+        mT = _mask(tC < length - cn * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - cn * C
-        _copy(rx.index(before), x + c64 * sx, oX, mT, RAGGED)
-        _copy(rb.index(before), b + c64 * sb, oB, mT, RAGGED)
+        _copy(rx.index(before), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(rb.index(before), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(before), z + c64 * sz, oZ, mT, RAGGED)
-        _copy(rk.index(before), k + c64 * N, oK, mK, RAGGED)
-        _copy(rq.index(before), q + c64 * N, oK, mK, RAGGED)
+            _copy(rz.index(before), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(rk.index(before), k + c64 * N, oK, mK, RAGGED_T)
+        _copy(rq.index(before), q + c64 * N, oK, mK, RAGGED_T)
         async_copy.commit_group()
     final = last % NS
     y = s_y.load(TILE) + ds * rx.index(final).load(TILE).to(gl.float32)
     if HAS_Z:
         zf = rz.index(final).load(TILE).to(gl.float32)
         y = y * zf * _reciprocal(1.0 + _exp(gl.minimum(-zf, 40.0)))
-    _store(out + last.to(gl.int64) * (C * D), oT, y, (tT[:, None] < length - last * C) & mD, RAGGED)
-    _store(hT + seq * N * D, oS, S, mS, RAGGED)
+    _store(out + last.to(gl.int64) * (C * D), oT, y, _mask(tT[:, None] < length - last * C, mD, RAGGED_T, RAGGED_D), RAGGED_T or RAGGED_D)
+    _store(hT + seq * N * D, oS, S, mS, RAGGED_D)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-005
 @gluon.jit(do_not_specialize=["T"])
@@ -270,7 +272,7 @@ def _exact_bwd_kernel(
         sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8, sg_b8, sg_8,
         N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Chunks from the last to the first; both substitutions (U forwards, W backwards) run side by side.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
@@ -291,10 +293,7 @@ def _exact_bwd_kernel(
     pd = pid % ND
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = D8 * 8
-    sx = sx_8 * 8
-    sb = sb_8 * 8
-    sz = sz_8 * 8
-    sg = sg_8 * 8
+    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sg_8, ONE_STRIDE)
     dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
     oT = tT[:, None] * D + dT[None, :]
@@ -341,7 +340,7 @@ def _exact_bwd_kernel(
     zD = gl.zeros([BD, C], gl.float32, MMA)
     G = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_DHT:
-        G = _load(dhT + seq * N * D, oS, mS, RAGGED).to(gl.float32)
+        G = _load(dhT + seq * N * D, oS, mS, RAGGED_D).to(gl.float32)
     x += batch * (sx_b8 * 8) + start * sx
     b += batch * (sb_b8 * 8) + start * sb
     z += batch * (sz_b8 * 8) + start * sz
@@ -357,16 +356,16 @@ def _exact_bwd_kernel(
     for i in gl.static_range(NS - 1):
         c = gl.maximum(NC - 1 - i, 0)
         c64 = c.to(gl.int64) * C
-        mT = (tC < length - c * C) & mC
+        mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED)
-        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED)
-        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED)
-        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED)
-        _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mR, RAGGED)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
+        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
+        _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mR, RAGGED_D)
         async_copy.commit_group()
     abi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
     ads = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
@@ -377,23 +376,23 @@ def _exact_bwd_kernel(
         cn = gl.maximum(c - (NS - 1), 0)
         sn = (i_ + NS - 1) % NS
         c64 = cn.to(gl.int64) * C
-        mT = (tC < length - cn * C) & mC
+        mT = _mask(tC < length - cn * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - cn * C
-        _copy(rx.index(sn), x + c64 * sx, oX, mT, RAGGED)
-        _copy(rb.index(sn), b + c64 * sb, oB, mT, RAGGED)
+        _copy(rx.index(sn), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(rb.index(sn), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(sn), z + c64 * sz, oZ, mT, RAGGED)
-        _copy(rg.index(sn), g + c64 * sg, oG, mT, RAGGED)
-        _copy(rk.index(sn), k + c64 * N, oK, mK, RAGGED)
-        _copy(rq.index(sn), q + c64 * N, oK, mK, RAGGED)
-        _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mR, RAGGED)
+            _copy(rz.index(sn), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(rg.index(sn), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+        _copy(rk.index(sn), k + c64 * N, oK, mK, RAGGED_T)
+        _copy(rq.index(sn), q + c64 * N, oK, mK, RAGGED_T)
+        _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mR, RAGGED_D)
         async_copy.commit_group()
         bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         if HAS_BIAS:
-            bi = _load(bias, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+            bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         if HAS_SKIP:
-            ds = _load(skip, dT, dT < D, RAGGED).to(gl.float32)[None, :]
+            ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         sk = rk.index(s)
         sq = rq.index(s)
         sS = rS.index(s)
@@ -510,21 +509,21 @@ def _exact_bwd_kernel(
         minus = mma_v2(Rh, kb, minus)
         t64 = c.to(gl.int64) * (C * 2 * N)
         mM = iM[:, None] < length - c * C
-        _store(dtok + t64 + N, oM, dQ, mM, RAGGED)
-        _store(dtok + t64, oM, dK - minus, mM, RAGGED)
+        _store(dtok + t64 + N, oM, dQ, mM, RAGGED_T)
+        _store(dtok + t64, oM, dK - minus, mM, RAGGED_T)
         o64 = c.to(gl.int64) * (C * D)
-        mO = (tT[:, None] < length - c * C) & mD
+        mO = _mask(tT[:, None] < length - c * C, mD, RAGGED_T, RAGGED_D)
         W = s_w.permute((1, 0)).load(TILE)
         dv = W * s_u.permute((1, 0)).load(TILE) * s_m.load(TILE)
-        _store(db + o64, oT, dv, mO, RAGGED)
+        _store(db + o64, oT, dv, mO, RAGGED_T or RAGGED_D)
         abi += gl.sum(dv, 0)
-        _store(dx + o64, oT, ds * s_dy.load(TILE) + W, mO, RAGGED)
+        _store(dx + o64, oT, ds * s_dy.load(TILE) + W, mO, RAGGED_T or RAGGED_D)
         if HAS_Z:
             s_e.permute((1, 0)).store(Y)
-            _store(dz + o64, oT, (s_e.load(TILE) + ds * s_x.load(TILE)) * s_f.load(TILE), mO, RAGGED)
+            _store(dz + o64, oT, (s_e.load(TILE) + ds * s_x.load(TILE)) * s_f.load(TILE), mO, RAGGED_T or RAGGED_D)
     gl.store(dbias + seq * D + dT, abi, mask=dT < D)
     gl.store(dskip + seq * D + dT, ads, mask=dT < D)
-    _store(dh0 + seq * N * D, oS, G, mS, RAGGED)
+    _store(dh0 + seq * N * D, oS, G, mS, RAGGED_D)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-006
 FEW_WARPS = 8448   # below this many batch * channels (two warps a scheduler) a program gets two warps, or half the channels
@@ -574,7 +573,7 @@ def exact_forward(
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // 8,
         *_steps8(x), *_steps8(b), *_steps8(z), N=p.NP, BD=p.BD, NW=p.warps, NS=6 if p.NP == 16 else 5, SAVE=save,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED=packed or p.T % 16 != 0 or p.D % p.BD != 0, num_warps=p.warps)
+        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-009
@@ -600,6 +599,6 @@ def exact_backward(
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // 8, p.rows,
         *_steps8(xa), *_steps8(ba), *_steps8(za), *_steps8(ga), N=p.NP, BD=p.BD, NW=1, NS=3 if p.NP == 16 else 2,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED=packed or p.T % 16 != 0 or p.D % p.BD != 0, num_warps=1)
+        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)

@@ -652,14 +652,44 @@ def portable_backward(
             IN_REGISTERS=p.in_registers, HAS_SKIP=skip is not None, HAS_DHT=dfinal is not None, **flags)
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar)
 
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-019
+@triton.jit(do_not_specialize=["blocks"])
+def _sum_kernel(dtok_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N, NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    # Gradients of k, q (and A) summed over the channel blocks, always in the same order, four loads in flight.
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, NP)
+    part = tl.program_id(1)
+    inside = (r < rows)[:, None] & (n < N)[None, :]
+    source = dtok_ptr + r[:, None] * (WIDTH * NP) + part * NP + n[None, :]
+    total = tl.zeros([ROWS, NP], tl.float32)
+    for j in range(0, blocks, 4):
+        loaded = ()
+        for u in tl.static_range(4):
+            loaded = loaded + (tl.load(source + (r[:, None] * 0 + j + u) * rows * (WIDTH * NP),
+                                       mask=(r < rows)[:, None] & (j + u < blocks), other=0.0),)
+        for u in tl.static_range(4):
+            total += loaded[u]
+    o = r[:, None] * N + n[None, :]
+    if part == 0:
+        tl.store(dk_ptr + o, total.to(dk_ptr.dtype.element_ty), mask=inside)
+    if part == 1:
+        tl.store(dq_ptr + o, total.to(dq_ptr.dtype.element_ty), mask=inside)
+    if WIDTH == 3:
+        if part == 2:
+            tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=inside)
 
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-020
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar):
     # Sums over channel blocks, slots and channels, in a fixed order, and the inputs' own dtypes.
-    parts = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
-    own = lambda part, t: part.to(t.dtype, copy=True, memory_format=torch.contiguous_format)
+    like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
+    dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
+    if p.rows:
+        block = max(1, 256 // p.NP)
+        _sum_kernel[(triton.cdiv(p.rows, block), p.width)](
+            dtok, dk, dq, dA_t, p.rows, dtok.shape[0], p.N, NP=p.NP, WIDTH=p.width, ROWS=block, num_warps=2)
     if A is not None:
-        dA = (dA.sum(0) if p.rule == RULES["s6"] else own(parts[2], A)).to(A.dtype)
+        dA = (dA.sum(0) if p.width == 2 else dA_t).to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db
-    return (own(parts[1], q), own(parts[0], k), dx.to(x.dtype), db.to(b.dtype),
+    return (dq.to(q.dtype), dk.to(k.dtype), dx.to(x.dtype), db.to(b.dtype),
             None if bias is None else dbias.sum(0).to(bias.dtype), None if skip is None else dskip.sum(0).to(skip.dtype),
             None if z is None else dz.to(z.dtype), dA, dinitial)
