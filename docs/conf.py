@@ -1,4 +1,6 @@
 """Sphinx configuration of the site; build.py prepares the pages."""
+from docutils import nodes
+
 project = "Longhorn Kit"
 author = copyright = "Longhorn Kit contributors"
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx-mathjax-offline"]
@@ -14,3 +16,15 @@ nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
 # MathJax comes from an installed package, so mathematics is there with the network off.
 mathjax3_config = {"tex": {"tags": "none"}, "options": {"enableMenu": False}}
+
+
+def leave_mathematics_alone(app, doctree):
+    "Hand display mathematics to MathJax as it is written; Sphinx would wrap lines in an environment that takes no tag."
+    for node in doctree.findall(nodes.math_block):
+        if not node.get("no-wrap"):
+            node["no-wrap"] = True
+            node.children = [nodes.Text(rf"\[{node.astext()}\]")]
+
+
+def setup(app):
+    app.connect("doctree-read", leave_mathematics_alone)

@@ -30,7 +30,7 @@ from longhorn_kit.lab.claims import (
 class UsageError(ValueError):
     "The command line itself is wrong: exit code 2."
 
-# %% ../nbs/cli.ipynb #cli-006
+# %% ../nbs/cli.ipynb #cli-007
 def one_line(
     error: BaseException,
 ) -> str:
@@ -42,7 +42,7 @@ def one_line(
         return text
     return f"{type(error).__name__}: {text} (LONGHORN_DEBUG=1 shows where)"
 
-# %% ../nbs/cli.ipynb #cli-009
+# %% ../nbs/cli.ipynb #cli-010
 def complaint(
     box: str, # what tyro printed
 ) -> str:     # one line
@@ -57,7 +57,7 @@ def complaint(
     hint = f"; did you mean {meant[1]}?" if meant else ""
     return f"{message}{hint}; see {helps[0] if helps else 'longhorn --help'}"
 
-# %% ../nbs/cli.ipynb #cli-011
+# %% ../nbs/cli.ipynb #cli-012
 @dataclass
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
@@ -69,7 +69,7 @@ class Claims:
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
-# %% ../nbs/cli.ipynb #cli-013
+# %% ../nbs/cli.ipynb #cli-014
 def chosen_claims(
     names: tuple[str, ...], # what was typed; nothing means every claim that runs at this scale
     scale: str,             # "laptop", "gpu" or "paper"
@@ -89,7 +89,7 @@ def chosen_claims(
             f"no claim has a run at scale {scale}; at scale laptop: {listed('laptop')}")
     return claims
 
-# %% ../nbs/cli.ipynb #cli-015
+# %% ../nbs/cli.ipynb #cli-017
 def writable_folder(
     path: str | Path,
 ) -> Path:
@@ -105,7 +105,7 @@ def writable_folder(
         raise OSError(f"cannot write to {folder}: {reason}") from None
     return folder
 
-# %% ../nbs/cli.ipynb #cli-017
+# %% ../nbs/cli.ipynb #cli-019
 def set_aside(
     folder: Path, # runs/CLAIM/SCALE
 ) -> Path | None: # where it is now; None if there was nothing
@@ -117,7 +117,7 @@ def set_aside(
     folder.rename(previous)
     return previous
 
-# %% ../nbs/cli.ipynb #cli-018
+# %% ../nbs/cli.ipynb #cli-021
 def finished_record(
     claim: Claim,
     folder: Path, # runs/CLAIM/SCALE
@@ -130,7 +130,7 @@ def finished_record(
     except ValueError:
         return None
 
-# %% ../nbs/cli.ipynb #cli-020
+# %% ../nbs/cli.ipynb #cli-023
 def same_settings(
     module,       # of the claim
     scale: str,
@@ -143,7 +143,7 @@ def same_settings(
     now = to_plain(module.settings_for(scale))
     return all(record["settings"].get(name) == value for name, value in now.items())
 
-# %% ../nbs/cli.ipynb #cli-021
+# %% ../nbs/cli.ipynb #cli-025
 def run_claim(
     claim: Claim,
     scale: str,
@@ -166,7 +166,7 @@ def run_claim(
     print(f"  {verdict}: {ours}  [{duration(record['seconds'])}]", flush=True)
     return record
 
-# %% ../nbs/cli.ipynb #cli-022
+# %% ../nbs/cli.ipynb #cli-027
 def finished_records(
     out: Path, # the runs folder
 ) -> list[dict]:
@@ -174,7 +174,7 @@ def finished_records(
     runs = [(claim, out / claim.name / scale) for scale in SCALES for claim in runnable(scale)]
     return [record for claim, folder in runs if (record := finished_record(claim, folder))]
 
-# %% ../nbs/cli.ipynb #cli-023
+# %% ../nbs/cli.ipynb #cli-029
 Scale = Literal["laptop", "gpu", "paper"]
 
 @dataclass
@@ -203,7 +203,7 @@ class Reproduce:
         from longhorn_kit.lab.report import write_report
         return write_report(finished_records(out), out / "report.html", ledger(out))
 
-# %% ../nbs/cli.ipynb #cli-025
+# %% ../nbs/cli.ipynb #cli-031
 def model_folder(
     checkpoint: str | Path, # a model's folder, or the folder of the training run that made it
 ) -> Path:
@@ -217,7 +217,7 @@ def model_folder(
     raise FileNotFoundError(
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
 
-# %% ../nbs/cli.ipynb #cli-026
+# %% ../nbs/cli.ipynb #cli-033
 def stream_text(
     tokens,    # iterable of token ids
     tokenizer, # with `decode`
@@ -234,7 +234,7 @@ def stream_text(
     if waiting:
         write(tokenizer.decode(waiting))
 
-# %% ../nbs/cli.ipynb #cli-028
+# %% ../nbs/cli.ipynb #cli-036
 def generate_from(
     o,            # a Generate
     folder: Path, # of the model
@@ -254,7 +254,7 @@ def generate_from(
     stream_text(new, tokenizer, show)
     print()
 
-# %% ../nbs/cli.ipynb #cli-029
+# %% ../nbs/cli.ipynb #cli-038
 @dataclass
 class Generate:
     "Let a trained model continue a prompt; prints token by token."
@@ -272,7 +272,7 @@ class Generate:
             raise UsageError("the prompt is empty; one character is enough")
         generate_from(self, model_folder(self.checkpoint))
 
-# %% ../nbs/cli.ipynb #cli-031
+# %% ../nbs/cli.ipynb #cli-040
 def known(
     kind: str, # what the name is a name of
     name: str, # what was typed
@@ -282,7 +282,7 @@ def known(
     if name not in names:
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
 
-# %% ../nbs/cli.ipynb #cli-032
+# %% ../nbs/cli.ipynb #cli-042
 def train_from(
     options, # a TrainLM
 ):
@@ -296,7 +296,7 @@ def train_from(
     overrides = {name: value for name, value in given.items() if name not in fixed}
     train_lm(options.preset, options.mixer, options.data, options.out, **overrides)
 
-# %% ../nbs/cli.ipynb #cli-034
+# %% ../nbs/cli.ipynb #cli-044
 @dataclass
 class TrainLM:
     "Train a language model; the same command continues an interrupted run."
@@ -323,14 +323,14 @@ class TrainLM:
     def __call__(self):
         train_from(self)
 
-# %% ../nbs/cli.ipynb #cli-036
+# %% ../nbs/cli.ipynb #cli-046
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
            tyro.conf.DisallowNone)
 
-# %% ../nbs/cli.ipynb #cli-037
+# %% ../nbs/cli.ipynb #cli-048
 def parse(
     argv: list[str], # the words after `longhorn`
 ):
@@ -348,7 +348,7 @@ def parse(
             return None
         raise UsageError(complaint(box.getvalue())) from None
 
-# %% ../nbs/cli.ipynb #cli-038
+# %% ../nbs/cli.ipynb #cli-050
 def fail(
     message: str,
     code: int, # exit code
@@ -359,7 +359,7 @@ def fail(
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code
 
-# %% ../nbs/cli.ipynb #cli-039
+# %% ../nbs/cli.ipynb #cli-051
 def main(
     argv: list[str] | None = None, # the words after `longhorn`; by default the command line's
 ) -> int:                          # exit code
@@ -384,7 +384,7 @@ def main(
             raise
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
-# %% ../nbs/cli.ipynb #cli-040
+# %% ../nbs/cli.ipynb #cli-053
 #| eval: false
 if __name__ == "__main__":
     sys.exit(main())

@@ -127,6 +127,14 @@ def test_damaged_record_is_run_again(here, capsys):
     assert len(fakes.module.calls) == 2
 
 
+def test_record_from_other_settings_is_not_taken_for_finished(here, capsys, monkeypatch):
+    cli.main(["reproduce", "fake"])
+    for settings, runs in (({"steps": 3, "seeds": (0,)}, 1), ({"steps": 4, "seeds": (0,)}, 2)):
+        monkeypatch.setattr(fakes.module, "settings_for", lambda scale: settings, raising=False)
+        assert cli.main(["reproduce", "fake"]) == 0
+        assert len(fakes.module.calls) == runs
+
+
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
     assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; those that have one: fake, second"
     assert "at scale laptop: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])

@@ -112,7 +112,7 @@ class Claim:
     settled: Callable | None = None # () -> (ours, verdict), from published numbers
     minutes: dict = field(default_factory=dict) # scale -> expected minutes, on its `PLATFORM`
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-021
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-022
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
 PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
 
@@ -120,7 +120,7 @@ NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate",
     "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA"}
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-022
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-024
 def scores_text(
     table: dict,           # model -> score, or -> (seeds,) scores
     form: str = "{:.3f}",  # format of a mean
@@ -135,7 +135,7 @@ def _as_tuple(scores):
     "A score or several, as a tuple."
     return tuple(scores) if isinstance(scores, (tuple, list)) else (scores,)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-025
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-027
 RECALL_ORDER = (
     ("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"))
 
@@ -151,8 +151,8 @@ def judge_recall(
         verdicts += [compare_seeds(recall[a], recall[b], False) for a, b in RECALL_ORDER]
     return "; ".join(texts), all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-027
-ONE_SEED = 0.05 # bits a byte; seeds of one small model differ by less
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-029
+ONE_SEED = 0.05 # bits a byte: the lead that counts where there is one seed
 
 def judge_language(
     record: dict, # record of `longhorn_kit.lab.language`
@@ -163,7 +163,7 @@ def judge_language(
                 for other in ("mamba", "attention")]
     return scores_text(bits) + " bits a byte", all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-028
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-031
 def judge_exact_cost(
     record: dict, # record of `longhorn_kit.lab.language`
 ) -> tuple[str, str]:
@@ -173,7 +173,7 @@ def judge_exact_cost(
     ours = f"exact trains; a step takes {ratio:.2f} times a diagonal one"
     return ours, "holds" if ratio >= 2 else "does not hold"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-029
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-033
 CLAIMS = [
     Claim(
         name="recall",
@@ -201,7 +201,7 @@ CLAIMS = [
         check=judge_exact_cost, reads="language"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-031
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
 CLAIMS += [
     Claim(
         name="language-350m",
@@ -220,7 +220,7 @@ CLAIMS += [
         holds_if="held-out loss of Mamba below its variant's"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-032
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-037
 CLAIMS += [
     Claim(
         name="sample-efficiency",
@@ -242,7 +242,7 @@ CLAIMS += [
                  "training length"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-033
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-039
 CLAIMS += [
     Claim(
         name="recall-intensive",
@@ -270,7 +270,7 @@ CLAIMS += [
         holds_if="forward plus backward within 2 % of Mamba's kernel on the same GPU"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-041
 def parameters_saved(
     blocks: int = 24,    # the "12 layers" of the official code are 24 blocks
     d_inner: int = 1536, # channels of a block
@@ -279,7 +279,7 @@ def parameters_saved(
     "Numbers in Mamba's A matrices, which Longhorn does without."
     return blocks * d_inner * d_state
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-037
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
 def _gain_read_twice():
     "(the gain that the table gives, whether it is the one stated)."
     gain = recall_gain("read twice")
@@ -291,7 +291,7 @@ def _saving():
     saved = parameters_saved()
     return f"{saved / 1e6:.2f}M fewer of 129.15M", "holds" if saved > 0 else "does not hold"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-038
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-045
 CLAIMS += [
     Claim(
         name="read-twice",
@@ -307,7 +307,7 @@ CLAIMS += [
         settled=_saving),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-039
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-047
 def _elsewhere(
     *measures: str, # keys of `INDEPENDENT`
     lower_is_better: bool = False,
@@ -322,7 +322,7 @@ def _elsewhere(
         verdicts += ["holds" if each else "does not hold" for each in ahead]
     return "; ".join(texts), all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-040
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-048
 MUON = "arXiv 2606.30461, 170M, 10B tokens"
 CLAIMS += [
     Claim(
@@ -348,7 +348,7 @@ CLAIMS += [
         settled=partial(_elsewhere, "ImageNet top-1")),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-043
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 def suggest(
     word: str,        # what was typed
     known: list[str], # what exists
@@ -357,7 +357,7 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
@@ -367,7 +367,7 @@ def find_claim(
             return claim
     raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-046
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-055
 def claim_module(
     claim: Claim,
 ) -> ModuleType | None: # with run, figures, tables and SCALES; None where the kit has no run
@@ -380,7 +380,7 @@ def runnable(
     "The claims that have a run at this scale, in the ledger's order."
     return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-049
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
 @dataclass(frozen=True)
 class Row:
     "One line of the ledger: a claim and one thing found about it."
@@ -390,7 +390,7 @@ class Row:
     scale: str = "" # "laptop", "gpu", "paper" or "published"
     file: str = ""  # where the record lies
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-050
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-060
 def load_record(
     path: Path, # a record.json
     name: str,  # the claim it should belong to
@@ -406,7 +406,7 @@ def load_record(
         raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-061
 def judge(
     claim: Claim,
     record: dict, # a record of `claim`, or of the claim it reads
@@ -418,7 +418,7 @@ def judge(
         lack = f"{type(error).__name__}: {error}"
         raise ValueError(f"lacks what the check of '{claim.name}' needs ({lack})") from None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-063
 def _row_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
@@ -437,7 +437,7 @@ def _row_of_file(
         return Row(claim, "unreadable", f"{path.name} {error}", scale, shown)
     return Row(claim, verdict, ours, scale, shown)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-053
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-065
 SCALES = ("laptop", "gpu", "paper")
 
 def _rows_of_claim(
@@ -459,13 +459,13 @@ def _rows_of_claim(
         rows.append(Row(claim, verdict, ours, "published"))
     return [row for row in rows if row] or [Row(claim, "not run")]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-066
 def results_folder() -> Path | None:
     "Where recorded runs lie in a checkout; None when the kit is installed without its notebooks."
     folder = Path(longhorn_kit.__file__).resolve().parent.parent / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-056
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-068
 def _cells(
     rows: list[Row],
 ) -> list[tuple[str, str, str, str]]:
@@ -479,7 +479,7 @@ def _cells(
         before = claim
     return cells
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-057
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-070
 def _columns(
     cells: tuple[str, ...],   # one text a column
     widths: tuple[int, ...],  # characters a column
@@ -494,7 +494,7 @@ def _wrap(text, width, **indent):
     "The lines of a text that may already have several."
     return [line for part in text.split("\n") for line in textwrap.wrap(part, width, **indent)]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-071
 def _blocks(
     rows: list[Row],
     width: int, # characters a line
@@ -506,7 +506,7 @@ def _blocks(
         lines += _wrap(f"{paper}\n{found}", width, **indent)
     return "\n".join(lines[1:])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-059
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-072
 def ledger_text(
     rows: list[Row],
     width: int = 100, # characters a line; columns from 84 on, and never wider than 100
@@ -521,7 +521,7 @@ def ledger_text(
         lines += [""] * bool(i and cells[0]) + [_columns(cells, widths)]
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-060
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-074
 def ledger_markdown(
     rows: list[Row],
 ) -> str:
@@ -532,7 +532,7 @@ def ledger_markdown(
         lines.append(f"| {' | '.join(safe)} |")
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-061
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-075
 def ledger_html(
     rows: list[Row],
 ) -> str:
@@ -547,7 +547,7 @@ def ledger_html(
         lines.append(f"<tr>{''.join(map(partial(left, 'td'), cells))}</tr>")
     return "\n".join([*lines, "</table>"])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-077
 class Ledger(list):
     "Rows of the ledger that show themselves: a table in a terminal, HTML in a notebook."
 
@@ -557,7 +557,7 @@ class Ledger(list):
     def _repr_html_(self):
         return ledger_html(self)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-063
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-078
 def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
     results: str | Path | None = None, # folder of recorded runs; None: those of the checkout

@@ -44,7 +44,7 @@ class LMPreset:
 LM_PRESETS = {
     "laptop": LMPreset(
         "the size of `longhorn reproduce language`: under a minute on two CPU cores", d_model=128, n_layer=4, held_out=65536,
-        train=TrainConfig(steps=150, batch_size=8, context=256, lr=4e-3, warmup=15, eval_every=50, log_every=5, save_every=50)),
+        train=TrainConfig(steps=300, batch_size=4, context=256, lr=3e-3, warmup=30, eval_every=150, log_every=10, save_every=100)),
     "shakespeare": LMPreset(
         "the official code's test run (characters; give it --data FILE), an hour or so on a GPU", d_model=384, n_layer=12, dropout=0.2,
         train=TrainConfig(steps=5000, batch_size=64, context=256, lr=1e-3, lr_final=0.1, warmup=100, beta2=0.99,

@@ -44,7 +44,7 @@ class RecallConfig:
     steps: int = 300           # optimiser steps, every one on fresh streams
     warmup: int = 30           # steps of linear warm-up, then half a cosine to 0
     lrs: tuple = (0.03, 0.1)   # learning rates, all tried for every model
-    seeds: tuple = (0, 1, 2)   # of data and initial weights, the same for every model
+    seeds: tuple = (0, 1, 2, 3, 4) # of data and initial weights, the same for every model
     test_streams: int = 128    # streams to test with, for each number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
     points: int = 60           # points of a training curve; each is a mean over steps

@@ -36,7 +36,7 @@ def figure_alt(
         panels.append("; ".join(part for part in (title, axes, lines) if part))
     return ". ".join(panel for panel in panels if panel) or "figure"
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-007
+# %% ../../nbs/lab/40_report.ipynb #40_report-008
 def figure_html(
     fig,          # a matplotlib figure
     caption: str, # what to see in it
@@ -48,7 +48,7 @@ def figure_html(
     return (f'<figure><img src="data:image/png;base64,{data}" alt="{escape(figure_alt(fig))}">'
             f"<figcaption>{inline(caption)}</figcaption></figure>")
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-009
+# %% ../../nbs/lab/40_report.ipynb #40_report-010
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]") # all but tab and newline
 
 def readable(
@@ -57,7 +57,7 @@ def readable(
     "The text with every control character except tab and newline replaced."
     return CONTROL.sub("\ufffd", text)
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-011
+# %% ../../nbs/lab/40_report.ipynb #40_report-012
 def inline(
     text: str,
 ) -> str:
@@ -65,7 +65,7 @@ def inline(
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(readable(str(text))))
     return re.sub(r"(?<![\w*])\*([^*<>]+)\*(?![\w*])", r"<em>\1</em>", text)
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-015
+# %% ../../nbs/lab/40_report.ipynb #40_report-017
 def table_html(
     title: str,
     header: list[str],
@@ -82,7 +82,7 @@ def table_html(
     return (f'<div class="scroll"><table><caption>{inline(title)}</caption>'
             f"<thead>{line('th', header)}</thead><tbody>{body}</tbody></table></div>")
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-016
+# %% ../../nbs/lab/40_report.ipynb #40_report-019
 NUMBER = re.compile(
     r"[+\-−]?\d[\d.,]*"             # 1,024 or -3.5
     r"(\s*(%|×|x|s|ms|[kM]?B?))?"    # and a unit
@@ -100,7 +100,7 @@ def _shown(value):
         return "–" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-017
+# %% ../../nbs/lab/40_report.ipynb #40_report-021
 def duration(
     seconds: float,
 ) -> str:
@@ -111,7 +111,7 @@ def duration(
     parts = [(whole // 3600, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
     return " ".join(f"{count} {unit}" for count, unit in parts[whole < 3600:][:2] if count)
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-020
+# %% ../../nbs/lab/40_report.ipynb #40_report-024
 @dataclass
 class Part:
     "One section of the report: a record, and what its module draws from it."
@@ -120,7 +120,7 @@ class Part:
     tables: list = field(default_factory=list)  # (title, header, rows)
     samples: list = field(default_factory=list) # (title, text) of generated text
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-021
+# %% ../../nbs/lab/40_report.ipynb #40_report-026
 def part_of(
     record: dict, # record of a claim that has a module
 ) -> Part:
@@ -143,7 +143,7 @@ def rows_of(
             rows.append(Row(claim, verdict, ours, record["scale"]))
     return rows
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-023
+# %% ../../nbs/lab/40_report.ipynb #40_report-028
 def verdict_html(
     verdict: str, # "holds", "mixed", "does not hold", ...
 ) -> str:
@@ -162,7 +162,7 @@ def row_html(
             f"<dt>This run</dt><dd><strong>{inline(row.ours)}</strong></dd>"
             f"<dt>Holds if</dt><dd>{inline(claim.holds_if)}</dd></dl></div>")
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-024
+# %% ../../nbs/lab/40_report.ipynb #40_report-030
 def run_html(
     record: dict,
 ) -> str:
@@ -187,7 +187,7 @@ def anchor(
     "The id of a record's section."
     return escape(f"{record['claim']}-{record['scale']}")
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-025
+# %% ../../nbs/lab/40_report.ipynb #40_report-031
 def part_html(
     part: Part,
 ) -> str:
@@ -203,7 +203,7 @@ def part_html(
         *(table_html(*table) for table in part.tables),
         *samples, run_html(record), "</section>"])
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-027
+# %% ../../nbs/lab/40_report.ipynb #40_report-033
 COLOURS = """
 :root { color-scheme: light dark;
   --page: #fcfcfa; --card: #f3f4f2; --line: #dcdfe3; --ink: #1f2328; --soft: #5b636c;
@@ -219,7 +219,7 @@ COLOURS = """
 .not-run { color: var(--soft); font-weight: 400 }
 """
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-028
+# %% ../../nbs/lab/40_report.ipynb #40_report-034
 TEXT = """
 * { box-sizing: border-box }
 html { -webkit-text-size-adjust: 100% }
@@ -237,7 +237,7 @@ pre { padding: .9rem 1rem; border-radius: .5rem; background: var(--card);
 figcaption, .run, .soft, table { font-size: .92rem }
 """
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-029
+# %% ../../nbs/lab/40_report.ipynb #40_report-035
 LAYOUT = """
 section { border-top: 1px solid var(--line); margin-top: 3rem }
 .claim { background: var(--card); border-radius: .6rem; padding: .9rem 1.1rem; margin: 0 0 1rem }
@@ -260,7 +260,7 @@ summary { cursor: pointer }
 details dl, details pre { margin: .6rem 0 1rem }
 """
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-030
+# %% ../../nbs/lab/40_report.ipynb #40_report-037
 PHONE = """
 @media (max-width: 34rem) {
   body { padding-top: 1.5rem }
@@ -273,7 +273,7 @@ PHONE = """
 }
 """
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-031
+# %% ../../nbs/lab/40_report.ipynb #40_report-039
 def summary_html(
     records: list[dict],
 ) -> str:
@@ -291,7 +291,7 @@ def summary_html(
     return (f'<div class="scroll"><table class="summary"><thead><tr>{head}</tr></thead>'
             f"<tbody>{''.join(lines)}</tbody></table></div>")
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-033
+# %% ../../nbs/lab/40_report.ipynb #40_report-041
 def ledger_list_html(
     rows: list[Row], # the ledger
 ) -> str:
@@ -304,7 +304,7 @@ def ledger_list_html(
         blocks.setdefault(claim.name, [head]).append(f"<br>{verdict_html(row.verdict)}{found}")
     return "".join(f"<p>{''.join(block)}</p>" for block in blocks.values())
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-034
+# %% ../../nbs/lab/40_report.ipynb #40_report-043
 TITLE = "Which claims hold?"
 ABOUT = ("Claims of “Longhorn: State Space Models are Amortized Online Learners” "
          "(arXiv 2407.14207), run again with Longhorn Kit.")
@@ -316,7 +316,7 @@ HEAD = """<!doctype html>
 <title>Longhorn Kit: reproduction report</title>
 """
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-035
+# %% ../../nbs/lab/40_report.ipynb #40_report-044
 def page(
     parts: list[Part],
     ledger: Ledger | None = None, # all the claims, to close with
@@ -332,7 +332,7 @@ def page(
     style, body = COLOURS + TEXT + LAYOUT + PHONE, "\n".join(body)
     return f"{HEAD}<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 
-# %% ../../nbs/lab/40_report.ipynb #40_report-036
+# %% ../../nbs/lab/40_report.ipynb #40_report-046
 def close_figure(
     fig, # a matplotlib figure that is in the page now
 ):
