@@ -94,9 +94,11 @@ def test_links_lead_to_sections_and_ids_are_unique(written):
     assert {link["href"][1:] for link in page.all("a")} <= set(page.ids) and page.all("a")
 
 
-def test_no_figure_stays_open(written):
+def test_no_figure_stays_open(fake_claims, tmp_path):
     import matplotlib.pyplot as plt
-    assert not plt.get_fignums()
+    before = plt.get_fignums()
+    report.write_report([fakes.record()], tmp_path / "report.html")
+    assert plt.get_fignums() == before
 
 
 def test_page_without_records_says_so(fake_claims, tmp_path):

@@ -7,12 +7,13 @@ __all__ = ['WRITES', 'MEMORIES', 'SETTINGS', 'SCALES', 'COMPARISONS', 'NAMES', '
            'look_up', 'guess_level', 'linear_attention', 'attention_without_positions', 'attention',
            'gated_linear_attention', 'rate_size', 'parameter_shapes', 'count', 'matched_width', 'initial',
            'RecallModel', 'draw_for_seeds', 'grade', 'rate_at', 'train_recall', 'test_recall', 'thin', 'run_cell',
-           'late_recall', 'best_cell', 'settings_for', 'run', 'results_of', 'task_results', 'lead', 'comparisons',
-           'verdict', 'figures', 'remembered', 'tables']
+           'one_thread', 'late_recall', 'best_cell', 'settings_for', 'run', 'results_of', 'task_results', 'lead',
+           'comparisons', 'verdict', 'figures', 'remembered', 'tables']
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,11 +48,13 @@ class RecallConfig:
     seeds: tuple = (0, 1, 2, 3, 4) # of data and initial weights, the same for every model
     test_streams: int = 128    # streams to test with, for each number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
-    points: int = 60           # points of a training curve; each is a mean over steps
+    points: int = 30           # points of a training curve; each is a mean over steps
 
     def __post_init__(self):
         if self.key_size < 2:
             raise ValueError(f"key_size is {self.key_size}; it must be at least 2, or different keys would coincide")
+        if not 0 < self.warmup < self.steps:
+            raise ValueError(f"warmup is {self.warmup}; it must be above 0 and below steps={self.steps}")
         for name in ("pairs", "test_pairs"):
             if any(pairs < 2 or pairs % 2 for pairs in ([self.pairs] if name == "pairs" else self.test_pairs)):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected even numbers of at least 2")
@@ -232,19 +235,19 @@ class RecallModel(nn.Module):
             start = torch.stack([initial(part, shape, generator) for generator in generators])
             self.register_parameter(part, nn.Parameter(start))
 
-    def forward(self, keys, symbols):
-        "keys (R,B,T,K), symbols (R,B,T) of R seeds -> scores (R,B,T,V)."
+    def forward(self, keys, symbols, last=None):
+        "keys (R,B,T,K), symbols (R,B,T) of R seeds -> scores (R,B,T,V), or those of the last so many tokens."
         token = torch.cat([keys, self.embed(symbols)], -1).flatten(1, 2) # (R,BT,K+E)
         q, k, x = (token @ getattr(self, part) for part in ("query", "key", "value"))
         b = token @ self.rate_down @ self.rate_up + self.rate_bias if hasattr(self, "rate_up") else None
         split = lambda part: None if part is None else part.unflatten(1, symbols.shape[1:]).flatten(0, 1)
         y = self.memory(*map(split, (q / math.sqrt(self.config.d_state), k, x, b))) # (RB,T,D)
-        return (y.unflatten(0, symbols.shape[:2]).flatten(1, 2) @ self.out).unflatten(1, symbols.shape[1:])
+        y = y[:, -(last or y.shape[1]):].unflatten(0, symbols.shape[:2])
+        return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])
 
     def embed(self, symbols):
         "symbols (R,B,T) -> (R,B,T,E), every seed with its own embedding."
-        seeds = torch.arange(len(symbols)).view(-1, 1, 1)
-        return self.embedding[seeds, symbols]
+        return (F.one_hot(symbols.flatten(1), self.embedding.shape[1]).float() @ self.embedding).unflatten(1, symbols.shape[1:])
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-029
 def draw_for_seeds(
@@ -264,7 +267,7 @@ def grade(
     answers: Tensor, # (R,B,Q)
 ) -> tuple[Tensor, Tensor]: # loss (R,) in nats, recall (R,)
     "Loss and share of right answers, for each seed."
-    scores = model(keys, symbols)[:, :, -answers.shape[2]:]
+    scores = model(keys, symbols, answers.shape[2])
     loss = F.cross_entropy(scores.flatten(0, 2), answers.flatten(), reduction="none").view_as(answers)
     return loss.mean((1, 2)), (scores.argmax(-1) == answers).float().mean((1, 2))
 
@@ -288,15 +291,14 @@ def train_recall(
     "Train one model for all seeds."
     model = RecallModel(name, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, config))
     generators = [torch.Generator().manual_seed(1000 + seed) for seed in config.seeds]
     curves = []
-    for _ in range(config.steps):
+    for step in range(config.steps):
+        optimizer.param_groups[0]["lr"] = lr * rate_at(step, config)
         loss, recall = grade(model, *draw_for_seeds(task, generators, config.batch_size, config.pairs, config))
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
-        schedule.step()
         curves.append(torch.stack([loss.detach(), recall]))
     return model, torch.stack(curves)
 
@@ -345,6 +347,17 @@ def run_cell(
     return read_json(write_json(path, result))
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-040
+@contextmanager
+def one_thread():
+    "Inside, torch computes on one thread; afterwards on as many as before."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-042
 def late_recall(
     cell: dict, # from `run_cell`
 ) -> float:
@@ -358,7 +371,7 @@ def best_cell(
     "The cell whose learning rate did best at the end of training."
     return max(cells, key=late_recall)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-041
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-043
 SETTINGS = {"laptop": RecallConfig()}
 SCALES = tuple(SETTINGS)
 
@@ -370,7 +383,7 @@ def settings_for(
         raise ValueError(f"unknown scale {scale!r} for recall; there is: {', '.join(SCALES)}")
     return SETTINGS[scale]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-042
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-044
 def run(
     scale: str,         # a name in `SCALES`
     folder: str | Path, # for finished cells and record.json
@@ -379,13 +392,14 @@ def run(
     "Run the whole grid, going on where an earlier run stopped; returns the record and writes it to record.json."
     config, folder = config or settings_for(scale), Path(folder)
     grid = [(task, name, lr) for task in config.tasks for name in MEMORIES for lr in config.lrs]
-    cells = [run_cell(*place, config, folder / "cells") for place in progress(grid, "recall (task, model, learning rate)")]
+    with one_thread():
+        cells = [run_cell(*place, config, folder / "cells") for place in progress(grid, "recall (task, model, learning rate)")]
     record = {"claim": "recall", "scale": scale, "settings": asdict(config), "results": results_of(cells, config),
-              "environment": environment(), "command": command_line(),
+              "environment": environment() | {"threads": 1}, "command": command_line(),
               "seconds": round(sum(cell["seconds"] for cell in cells), 1)}
     return read_json(write_json(folder / "record.json", record))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-043
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-045
 def results_of(
     cells: list[dict], # every cell of the grid
     config: RecallConfig,
@@ -415,7 +429,7 @@ def task_results(
         "guess": {str(pairs): round(guess_level(task, pairs, config), 4) for pairs in config.test_pairs},
     }
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-045
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-047
 COMPARISONS = (("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"))
 
 def lead(
@@ -429,7 +443,7 @@ def lead(
         return middle, spread, "undecided"
     return middle, spread, "holds" if middle > 0 else "does not hold"
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-046
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-048
 NAMES = {"longhorn_exact": "exact", "longhorn": "diagonal", "longhorn_scalar": "scalar rate", "gla": "GLA",
          "linear_attention": "linear attention", "attention": "attention", "attention_without_positions": "attention, no positions"}
 
@@ -440,7 +454,7 @@ def comparisons(
     tasks = record["results"]["tasks"]
     return [(task, a, b, *lead(found["recall"][a], found["recall"][b])) for task, found in tasks.items() for a, b in COMPARISONS]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-047
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-049
 def verdict(
     record: dict,
 ) -> tuple[str, str]: # (ours, "holds" | "mixed" | "does not hold")
@@ -452,7 +466,7 @@ def verdict(
         ours.append(f"keys {task}: " + ", ".join(f"{NAMES[name]} {recall[name]:.0%}" for name in order))
     return "; ".join(ours), outcomes.pop() if len(outcomes) == 1 and "undecided" not in outcomes else "mixed"
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-050
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-052
 def _line(
     ax,         # axes
     x,          # (points,)
@@ -466,7 +480,7 @@ def _line(
     options |= {"linestyle": "--", "label": "no positions"} if bare else {}
     plot_seeds(ax, x, runs, "attention" if bare else name, **options)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-051
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-053
 def _draw_curves(
     record: dict,
 ):
@@ -484,7 +498,7 @@ def _draw_curves(
     axes[-1, 0].set_xlabel("step")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-052
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-054
 def _draw_losses(
     record: dict,
 ):
@@ -501,7 +515,7 @@ def _draw_losses(
     axes[-1, 0].set_xlabel("step")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-053
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-055
 def _draw_pairs(
     record: dict,
 ):
@@ -521,7 +535,7 @@ def _draw_pairs(
     axes[-1, 0].set_xlabel("pairs to remember")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-054
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-056
 def figures(
     record: dict,
 ) -> list[tuple]: # (Figure, caption)
@@ -536,7 +550,7 @@ def figures(
          f"The state has N = {settings['d_state']}. {band}."),
     ]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-055
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-057
 def _percent(
     values: list[float],
 ) -> str:
@@ -551,7 +565,7 @@ def remembered(
     width = matched_width(name, config)
     return config.pairs * (config.d_state + width) if name.startswith("attention") else width * config.d_state
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-056
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-058
 def _task_table(
     task: str,
     record: dict,
@@ -566,7 +580,7 @@ def _task_table(
     title = f"Keys {task}: recall of {config.pairs} pairs, mean ± standard deviation over {len(config.seeds)} seeds"
     return title, ["model", "recall (%)", "learning rate", "parameters", "numbers remembered"], rows
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-057
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-059
 def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)

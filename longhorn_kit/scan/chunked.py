@@ -55,22 +55,22 @@ def over_channels(
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-012
 def rate_and_slope(
     k: Tensor, # (T,B,N) keys
-    v: Tensor, # (T,B,D) step-size logits
+    v: Tensor, # (T,B,D) step-size logits, any strides
 ):
-    "`eps = 1 / (1 + |k|^2 + exp(-v))` and `eps exp(-v)`, (T,B,D) each; logits below -80 act as -80."
-    decay = torch.neg(v).clamp_(max=80).exp_()
+    "`eps = 1 / (1 + |k|^2 + exp(-v))` and `eps exp(-v)`, (T,B,D) contiguous; logits below -80 act as -80."
+    decay = torch.neg(v, out=v.new_empty(v.shape)).clamp_(max=80).exp_()
     eps = torch.add(decay, k.square().sum(-1, keepdim=True) + 1).reciprocal_()
     return eps, decay.mul_(eps)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-014
 class DiagonalRule:
-    "Longhorn's diagonal form: gate `1 - eps k^2`, input `eps x k`. Inputs are time-major."
+    "Longhorn's diagonal form: gate `1 - eps k^2`, input `eps x k`; k, x, v with time first."
     dA = None
 
     def __init__(self, k, x, v, A=None):
         self.k, self.x = k, x
         self.eps, self.slope = rate_and_slope(k, v)
-        self.u, self.one = self.eps * x, x.new_ones(x.shape[-1])
+        self.u, self.one = torch.mul(self.eps, x, out=torch.empty_like(self.eps)), x.new_ones(x.shape[-1])
 
     def fill(self, t, gate, inp):
         k_squared = self.k[t].square()[..., None]
@@ -143,7 +143,7 @@ def elementwise_backward(
     "Gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
     (gate, G), states = carry.new_empty(2, chunk, B, N, D), carry.new_empty(chunk + 1, B, N, D)
-    grads = torch.empty_like(q), torch.empty_like(q), torch.empty_like(dy), torch.empty_like(dy)
+    grads = torch.empty_like(q), torch.empty_like(q), dy.new_empty(dy.shape), dy.new_empty(dy.shape)
     for i in reversed(range(marks.shape[0])):
         t = slice(i * chunk, min(i * chunk + chunk, q.shape[0]))
         L = t.stop - t.start
@@ -174,7 +174,7 @@ class ElementwiseScan(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx, Rule, chunk, keep, q, k, x, v, A, S):
-        rule = Rule(time_major(k), time_major(x), time_major(v), A)
+        rule = Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
         y, S, marks = elementwise_forward(rule, time_major(q), S.mT.contiguous(), chunk, keep)
         ctx.save_for_backward(q, k, x, v, A, marks)
         ctx.Rule, ctx.chunk = Rule, chunk
@@ -185,9 +185,9 @@ class ElementwiseScan(torch.autograd.Function):
     @without_autocast
     def backward(ctx, dy, dS):
         q, k, x, v, A, marks = ctx.saved_tensors
-        rule = ctx.Rule(time_major(k), time_major(x), time_major(v), A)
+        rule = ctx.Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
         carry = dS.mT.clone(memory_format=torch.contiguous_format)
-        grads = elementwise_backward(rule, time_major(q), time_major(dy), carry, marks, ctx.chunk)
+        grads = elementwise_backward(rule, time_major(q), dy.transpose(0, 1), carry, marks, ctx.chunk)
         dA = None if A is None else rule.dA
         return None, None, None, *(g.transpose(0, 1) for g in grads), dA, carry.mT
 
@@ -197,7 +197,7 @@ class DecoupledRule:
     dA = None
 
     def __init__(self, k, x, v, A=None):
-        self.k, self.x, self.beta = k, x, torch.sigmoid(v)
+        self.k, self.x, self.beta = k, x, torch.sigmoid(v.contiguous())
         self.u = self.beta * x
 
     def fill(self, t, gate, inp):
@@ -217,7 +217,8 @@ class DecoupledRule:
 class S6Rule:
     "Mamba's S6 with a parameter `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
     def __init__(self, k, x, v, A):
-        self.k, self.x, self.v, self.delta = k, x, v, F.softplus(v)
+        self.k, self.x, self.v = k, x, v.contiguous()
+        self.delta = F.softplus(self.v)
         self.u, self.rates, self.dA = self.delta * x, A.mT.contiguous(), torch.zeros_like(A)
 
     def fill(self, t, gate, inp):
@@ -256,9 +257,10 @@ def substitute(
     u: Tensor,    # (L,B,D) output: eps r
 ):
     "Solve `u_t = eps_t (r_t - sum_{i<t} gram_ti u_i)` for all rows, in place."
-    for t, (e_t, r_t, u_t) in enumerate(zip(eps.unbind(0), r.unbind(0), u.unbind(0)), 1):
+    rows = zip(eps.unbind(0), r.unbind(0), u.unbind(0), gram.unbind(1))
+    for t, (e_t, r_t, u_t, column) in enumerate(rows, 1):
         torch.mul(e_t, r_t, out=u_t)
-        r[t:].addcmul_(gram[t:, t - 1], u_t, value=-1)
+        r[t:].addcmul_(column[t:], u_t, value=-1)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-040
 def substitute_back(
@@ -268,9 +270,10 @@ def substitute_back(
     w: Tensor,    # (L,B,D) output
 ):
     "Solve `w_t = eps_t (r_t - sum_{i>t} gram_ti w_i)` for all rows, from the last up, in place."
-    for t in reversed(range(r.shape[0])):
-        torch.mul(eps[t], r[t], out=w[t])
-        r[:t].addcmul_(gram[:t, t], w[t], value=-1)
+    rows = zip(eps.unbind(0), r.unbind(0), w.unbind(0), gram.unbind(1))
+    for t, (e_t, r_t, w_t, column) in reversed(list(enumerate(rows))):
+        torch.mul(e_t, r_t, out=w_t)
+        r[:t].addcmul_(column[:t], w_t, value=-1)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-042
 def gram_matrix(
@@ -289,19 +292,20 @@ def exact_forward(
     chunk: int,  # steps a chunk
     keep: bool,  # keep the checkpoints
 ):
-    "Read-outs y (B,T,D), final state (B,N,D), residuals r and u (T,B,D), checkpoints (chunks,B,N,D)."
-    T, r, u, y = q.shape[1], torch.empty_like(eps), torch.empty_like(eps), torch.empty(x.shape).to(x)
+    "Read-outs y (B,T,D), final state (B,N,D), residuals r (T,B,D), checkpoints (chunks,B,N,D)."
+    T, r, y = q.shape[1], torch.empty_like(eps), x.new_empty(x.shape)
     marks = S.new_empty(-(-T // chunk) if keep else 0, *S.shape)
     for i, start in enumerate(range(0, T, chunk)):
         t = slice(start, min(start + chunk, T))
-        K, Q, U = k[:, t].clone(), q[:, t].clone(), u[t].transpose(0, 1)
+        K, Q, u = k[:, t].clone(), q[:, t].clone(), torch.empty_like(r[t])
         if keep:
             marks[i] = S
         torch.sub(x[:, t], K @ S, out=r[t].transpose(0, 1))
-        substitute(gram_matrix(K), eps[t], r[t], u[t])
+        substitute(gram_matrix(K), eps[t], r[t], u)
+        U = u.transpose(0, 1)
         torch.add(Q @ S, (Q @ K.mT).tril_() @ U, out=y[:, t])
         S = torch.baddbmm(S, K.mT, U)
-    return y, S, r, u, marks
+    return y, S, r, marks
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-045
 def exact_chunk_backward(
@@ -328,9 +332,9 @@ class ExactScan(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx, chunk, keep, q, k, x, v, S):
-        eps, _ = rate_and_slope(time_major(k), time_major(v))
-        y, S, r, u, marks = exact_forward(q, k, x, eps, S.mT.contiguous(), chunk, keep)
-        ctx.save_for_backward(q, k, v, eps, r, u, marks)
+        eps, slope = rate_and_slope(k.transpose(0, 1), v.transpose(0, 1))
+        y, S, r, marks = exact_forward(q, k, x, eps, S.mT.contiguous(), chunk, keep)
+        ctx.save_for_backward(q, k, eps, slope, r, marks)
         ctx.chunk = chunk
         return y, S.mT.contiguous()
 
@@ -338,15 +342,14 @@ class ExactScan(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx, dy, dS):
-        q, k, v, eps, r, u, marks = ctx.saved_tensors
-        dq, dk, w, G = torch.empty_like(q), torch.empty_like(k), torch.empty_like(u), dS.mT.contiguous()
+        q, k, eps, slope, r, marks = ctx.saved_tensors
+        dq, dk, w, G = torch.empty_like(q), torch.empty_like(k), torch.empty_like(r), dS.mT.contiguous()
         for i in reversed(range(marks.shape[0])):
             t = slice(i * ctx.chunk, min((i + 1) * ctx.chunk, q.shape[1]))
             Q, K, dY = (a[:, t].clone(memory_format=torch.contiguous_format) for a in (q, k, dy))
-            dq[:, t], dk[:, t], G = exact_chunk_backward(
-                Q, K, eps[t], u[t].transpose(0, 1), marks[i], G, dY, w[t])
-        _, slope = rate_and_slope(time_major(k), time_major(v))
-        dv = slope.mul_(w).mul_(r)
+            U = torch.mul(eps[t], r[t]).transpose(0, 1)
+            dq[:, t], dk[:, t], G = exact_chunk_backward(Q, K, eps[t], U, marks[i], G, dY, w[t])
+        dv = torch.mul(slope, w).mul_(r)
         return None, None, dq, dk, w.transpose(0, 1), dv.transpose(0, 1), G.mT
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-053

@@ -7,7 +7,6 @@ __all__ = ['DIAGONAL', 'EXACT', 'DECOUPLED', 'S6', 'S6_TIMED', 'RULES', 'INTERPR
            'portable_plan', 'portable_tokens', 'portable_forward', 'portable_backward']
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-003
-import math
 from dataclasses import dataclass
 
 import torch
@@ -520,7 +519,11 @@ def portable_plan(
         segment = SEGMENT if B * D < FEW_CHANNELS[direction] and (B == 1 or T > SEGMENT) else 0
     segment = 0 if rule == "exact" else triton.cdiv(segment, C) * C
     if block is None:
-        block = 32 if direction == "backward" else 16 if rule == "exact" and small else 64
+        block = 32
+        if direction == "forward" and (rule == "diagonal" or not small):
+            block = 64
+        elif direction == "forward" and rule == "exact" and B * D < FEW_CHANNELS["forward"]:
+            block = 16
     LS = segment or (triton.cdiv(T, C) + 1) * C
     per_sequence = max(1, triton.cdiv(T, LS))
     alone = packed is None

@@ -1,0 +1,162 @@
+"""The chunked scans against the reference: values, every gradient, odd sizes, hard numbers."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.scan import chunked
+from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
+from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
+
+FORMS = ("diagonal", "exact", "decoupled", "s6", "timed s6")
+NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
+
+
+def make(B, T, D, N, form="diagonal", dtype=torch.float64, scalar=False, seed=0, key_scale=1.0):
+    gen = torch.Generator().manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen, dtype=torch.float64).to(dtype)
+    A = {"s6": (D, N), "timed s6": (B, T, N)}.get(form)
+    return dict(q=new(B, T, N), k=key_scale * new(B, T, N), x=new(B, T, D), b=new(B, T, 1 if scalar else D), b_bias=new(D),
+                D_skip=new(D), z=new(B, T, D), A=None if A is None else -new(*A).abs(), initial_state=new(B, D, N))
+
+
+def run(form, t, reference=False, chunk=None):
+    options = dict(initial_state=t["initial_state"]) | ({} if reference else dict(chunk=chunk))
+    if form in ("diagonal", "exact", "decoupled"):
+        scan = reference_scan if reference else chunked_scan
+        return scan(t["q"], t["k"], t["x"], t["b"], t["b_bias"], t["D_skip"], t["z"], form=form, **options)
+    scan = reference_selective_scan if reference else chunked_selective_scan
+    return scan(t["q"], t["k"], t["x"], t["b"], t["A"], t["b_bias"], t["D_skip"], t["z"], **options)
+
+
+def everything(form, t, weights=(1, 1), **options):
+    "Values and gradients of all inputs by name, under one random projection of output and final state."
+    t = {n: None if v is None else v.detach().requires_grad_() for n, v in t.items()}
+    out, S = run(form, t, **options)
+    gen = torch.Generator().manual_seed(9)
+    loss = sum(w * (v * torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype)).sum()
+               for w, v in zip(weights, (out, S)) if w)
+    names = [n for n in NAMES if t[n] is not None]
+    grads = torch.autograd.grad(loss, [t[n] for n in names], materialize_grads=True)
+    return dict(out=out.detach(), state=S.detach()) | {n: g for n, g in zip(names, grads)}
+
+
+def agree(ours, theirs, tolerance):
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape, name
+        if expected.numel():
+            error = ((ours[name].double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1)).item()
+            assert error <= tolerance, (name, error)
+
+
+SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 128, None), (2, 5, 130, 3, 2), (1, 130, 2, 2, 64)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("B, T, D, N, chunk", SIZES)
+def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
+    t = make(B, T, D, N, form)
+    agree(everything(form, t, chunk=chunk), everything(form, t, reference=True), 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weights", [(1, 0), (0, 1)])
+def test_gradients_through_the_output_alone_and_through_the_final_state_alone(form, weights):
+    t = make(2, 21, 3, 4, form)
+    agree(everything(form, t, weights, chunk=8), everything(form, t, weights, reference=True), 1e-12)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(FORMS), st.integers(0, 3), st.integers(0, 19), st.integers(1, 5), st.integers(1, 6),
+       st.integers(1, 24), st.booleans(), st.permutations([0, 1, 2]))
+def test_any_shape_chunk_and_strides(form, B, T, D, N, chunk, scalar, order):
+    t = make(B, T, D, N, form, scalar=scalar)
+    back = [order.index(i) for i in range(3)]
+
+    def restride(v):   # the same values in another memory order
+        return v if v is None or v.dim() != 3 else v.permute(order).contiguous().permute(back)
+    agree(everything(form, {n: restride(v) for n, v in t.items()}, chunk=chunk), everything(form, t, reference=True), 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form):
+    t = make(2, 5, 2, 3, form)
+    names = [n for n in NAMES if t[n] is not None]
+    function = lambda *values: run(form, dict(zip(names, values)) | ({} if "A" in names else dict(A=None)), chunk=2)
+    torch.autograd.gradcheck(function, [t[n].requires_grad_() for n in names])
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, 1e3])
+@pytest.mark.parametrize("logit", [-1e4, -80.0, 80.0, 1e4, 0.0])
+def test_extreme_keys_and_rates(form, scale, logit):
+    t = make(1, 50, 3, 8, form, key_scale=scale)
+    t["b"] = t["b"].sign() * logit + t["b"] * (logit == 0)
+    agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
+    single = {n: None if v is None else v.float() for n, v in t.items()}
+    for name, value in everything(form, single, chunk=16).items():
+        assert torch.isfinite(value).all(), name
+    agree({n: v for n, v in everything(form, single, chunk=16).items() if n in ("out", "state", "x")},
+          {n: v for n, v in everything(form, t, reference=True).items() if n in ("out", "state", "x")}, 2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
+    t = make(2, 40, 3, 4, form)
+    t["b"] = torch.full_like(t["b"], -1e4)
+    found = everything(form, t, weights=(0, 1), chunk=16)
+    assert torch.equal(found["state"], t["initial_state"])
+    assert found["x"].abs().max() < 1e-30 and found["initial_state"].abs().min() > 0
+
+
+def test_long_run_of_nearly_equal_keys_in_float32():
+    t = make(1, 700, 4, 16, "exact", key_scale=0.02)
+    t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
+    single = {n: None if v is None else v.float() for n, v in t.items()}
+    ours, theirs = everything("exact", single), everything("exact", t, reference=True)
+    for name in theirs:
+        error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
+        assert error < 1e-3, (name, error)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("N", [1, 16, 64])
+def test_float32_at_layer_like_sizes(form, N):
+    t = make(2, 96, 40, N, form, key_scale=N ** -0.5)
+    single = {n: None if v is None else v.float() for n, v in t.items()}
+    ours, theirs = everything(form, single), everything(form, t, reference=True)
+    for name, expected in theirs.items():
+        assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_second_derivative_is_refused_with_a_clear_error(form):
+    t = {n: None if v is None else v.requires_grad_() for n, v in make(1, 4, 2, 2, form).items()}
+    (grad,) = torch.autograd.grad(run(form, t)[0].square().sum(), t["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_checkpoints_without_gradients(form, monkeypatch):
+    seen, original = [], {n: getattr(chunked, n) for n in ("elementwise_forward", "exact_forward")}
+    for name, function in original.items():
+        monkeypatch.setattr(chunked, name, lambda *a, f=function: seen.append(f(*a)) or seen[-1])
+    t = make(1, 20, 2, 3, form)
+    run(form, t, chunk=4)
+    with torch.no_grad():
+        run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
+    assert [r[-1].numel() for r in seen] == [0, 0]
+    run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
+    assert seen[-1][-1].shape == (5, 1, 3, 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_some_inputs_need_gradients(form):
+    t = make(1, 9, 2, 3, form)
+    t["k"].requires_grad_()
+    run(form, t, chunk=4)[0].sum().backward()
+    expected = make(1, 9, 2, 3, form)
+    expected["k"].requires_grad_()
+    run(form, expected, reference=True)[0].sum().backward()
+    torch.testing.assert_close(t["k"].grad, expected["k"].grad, rtol=1e-11, atol=1e-11)

@@ -1,0 +1,238 @@
+"""The public operation: packing to the bit, dtypes, autocast, steps, and one clear sentence on bad input."""
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.scan.op import BACKENDS, FORMS, longhorn_scan, longhorn_step, selective_scan, selective_step
+
+RUNS = (*FORMS, "s6", "timed s6")
+B, T, D, N = 2, 9, 5, 4
+
+
+def make(B=B, T=T, D=D, N=N, seed=0, dtype=torch.float32):
+    gen = torch.Generator().manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen).to(dtype)
+    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), b_bias=new(D), D_skip=new(D), z=new(B, T, D))
+
+
+def rates(form, t):
+    gen = torch.Generator().manual_seed(5)
+    shape = (*t["q"].shape[:2], t["q"].shape[2]) if form == "timed s6" else (t["x"].shape[2], t["q"].shape[2])
+    return -torch.rand(shape, generator=gen).to(t["x"].dtype)
+
+
+def run(form, t, A=None, **options):
+    if form in FORMS:
+        return longhorn_scan(**t, form=form, **options)
+    A = rates(form, t) if A is None else A
+    return selective_scan(t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"], **options)
+
+
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_equal_the_scan(form, backend):
+    t = make()
+    first = torch.randn(B, D, N)
+    out, end = run(form, t, initial_state=first, output_final_state=True, backend=backend)
+    A, state = rates(form, t), first
+    for i in range(T):
+        now = [t[n][:, i] for n in "qkxb"]
+        if form in FORMS:
+            o, state = longhorn_step(*now, state, t["b_bias"], t["D_skip"], t["z"][:, i], form=form)
+        else:
+            A_t = A[:, i : i + 1] if form == "timed s6" else A
+            o, state = selective_step(*now, A_t, state, t["b_bias"], t["D_skip"], t["z"][:, i])
+        torch.testing.assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from(RUNS), st.sampled_from(["auto", "reference"]), st.lists(st.integers(0, 41), min_size=1, max_size=4),
+       st.integers(1, 19), st.integers(1, 9), st.booleans())
+def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, D, N, strided):
+    total = sum(lengths)
+    t = make(1, total, D, N)
+    if strided:   # every second channel of a wider tensor
+        t = {n: torch.stack([v, v + 1], -1).flatten(-2)[..., ::2] if v.dim() == 3 else v for n, v in t.items()}
+    A, first = rates(form, t), torch.randn(len(lengths), D, N)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
+    out, ends = run(form, t | leaves, A, initial_state=first, cu_seqlens=bounds.to(torch.int32), output_final_state=True,
+                    backend=backend)
+    weight = torch.randn(1, total, D)
+    grads = torch.autograd.grad((out * weight).sum() + ends.sum(), list(leaves.values()), materialize_grads=True)
+    for i, (a, e) in enumerate(zip(bounds[:-1], bounds[1:])):
+        cut = {n: v[:, a:e].detach().clone() if v.dim() == 3 else v for n, v in t.items()}
+        alone_leaves = {n: cut[n].requires_grad_() for n in "qkxbz"}
+        alone, end = run(form, cut | alone_leaves, A[:, a:e].clone() if form == "timed s6" else A,
+                         initial_state=first[i : i + 1], output_final_state=True, backend=backend)
+        assert torch.equal(out[:, a:e], alone) and torch.equal(ends[i : i + 1], end)
+        alone_grads = torch.autograd.grad((alone * weight[:, a:e]).sum() + end.sum(), list(alone_leaves.values()),
+                                          materialize_grads=True)
+        for name, whole, part in zip("qkxbz", grads, alone_grads):
+            assert torch.equal(whole[:, a:e], part), name
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_gradients_of_states_and_parameters_flow_through_packing(form):
+    t = {n: v.double().requires_grad_() for n, v in make(1, 12).items()}
+    first = torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
+    A = rates(form, t).double()
+    bounds = torch.tensor([0, 5, 12])
+    results = []
+    for backend in ("auto", "reference"):
+        out, ends = run(form, t, A, initial_state=first, cu_seqlens=bounds, output_final_state=True, backend=backend)
+        results.append(torch.autograd.grad(out.square().sum() + ends.square().sum(), [*t.values(), first]))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_strides_do_not_change_a_bit(form):
+    t = make(3, 37, 6, 5)
+    expected = run(form, t)
+    for order in ((1, 0, 2), (2, 0, 1), (2, 1, 0)):
+        back = [order.index(i) for i in range(3)]
+        moved = {n: v.permute(order).contiguous().permute(back) if v.dim() == 3 else v for n, v in t.items()}
+        assert torch.equal(run(form, moved), expected)
+
+
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(form, backend, dtype):
+    t = {n: v.requires_grad_() for n, v in make(dtype=dtype).items()}
+    out, state = run(form, t, output_final_state=True, backend=backend)
+    out.double().square().sum().backward()
+    double = {n: v.detach().double().requires_grad_() for n, v in t.items()}
+    expected = run(form, double, rates(form, t).double(), backend="reference")
+    expected.square().sum().backward()
+    assert out.dtype == dtype and state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # A half-precision output is rounded once; its gradients have seen that rounding.
+    unit = max(4 * torch.finfo(dtype).eps, 1e-13 if dtype == torch.float64 else 2e-6)
+    assert (out.double() - expected).abs().max() <= unit * expected.abs().max()
+    for name in t:
+        assert t[name].grad.dtype == dtype
+        error = (t[name].grad.double() - double[name].grad).abs().max()
+        assert error <= 4 * unit * double[name].grad.abs().max(), name
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
+    def go(t, inside):
+        t = {n: v.clone().requires_grad_() for n, v in t.items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            out, state = run(form, t, output_final_state=True)
+            out.square().sum().backward()     # the backward inside the region, as some trainers do
+        return [out, state, *(v.grad for v in t.values())]
+    t = make()
+    for a, b in zip(go(t, True), go(t, False)):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+def test_mixed_dtypes_as_autocast_makes_them():
+    t = make()
+    half = {n: v.bfloat16() if n in ("q", "k", "x", "z") else v for n, v in t.items()}
+    out, state = longhorn_scan(**half, output_final_state=True)
+    expected = longhorn_scan(**{n: v.double() for n, v in half.items()})
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch, steps", [(0, 4), (2, 0), (0, 0)])
+def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, steps):
+    t = {n: v.requires_grad_() for n, v in make(batch, steps).items()}
+    first = torch.randn(batch, D, N, requires_grad=True)
+    out, state = run(form, t, initial_state=first, output_final_state=True, backend=backend)
+    assert out.shape == (batch, steps, D) and torch.equal(state, first)
+    (out.sum() + 2 * state.sum()).backward()
+    assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (batch, steps, D)
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
+    t = make()
+    first, copies = torch.randn(B, D, N), {n: v.clone() for n, v in t.items()}
+    state = first.clone()
+    with torch.no_grad():
+        out = run(form, {n: v.requires_grad_() for n, v in t.items()}, initial_state=first)
+    assert not out.requires_grad and torch.equal(first, state)
+    assert all(torch.equal(t[n], copies[n]) for n in t)
+
+
+def message(text):
+    return pytest.raises(ValueError, match=re.escape(text))
+
+
+BAD = {
+    "q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B, T, N)"),
+    "k": (dict(k=torch.zeros(2, 9, 3)), "k has shape (2, 9, 3); expected (2, 9, 4) to match q"),
+    "x": (dict(x=torch.zeros(2, 8, 5)), "x has shape (2, 8, 5); expected (2, 9, D) to match q"),
+    "b": (dict(b=torch.zeros(2, 9, 4)), "b has shape (2, 9, 4); expected (2, 9, 5) or (2, 9, 1) to match x"),
+    "b_bias": (dict(b_bias=torch.zeros(1)), "b_bias has shape (1,); expected (5,) to match x"),
+    "D_skip": (dict(D_skip=torch.zeros(2, 5)), "D_skip has shape (2, 5); expected (5,) to match x"),
+    "z": (dict(z=torch.zeros(2, 1, 5)), "z has shape (2, 1, 5); expected (2, 9, 5) to match x"),
+    "integers": (dict(k=torch.zeros(2, 9, 4, dtype=torch.int64)), "k has dtype torch.int64; expected a floating-point dtype"),
+    "complex": (dict(x=torch.zeros(2, 9, 5, dtype=torch.complex64)), "x has dtype torch.complex64; expected a floating-point dtype"),
+    "device": (dict(z=torch.zeros(2, 9, 5, device="meta")), "z is on device meta; expected cpu to match x"),
+    "not a tensor": (dict(b=0.5), "b is float; expected a tensor of shape (2, 9, 5) or (2, 9, 1) to match x"),
+    "none": (dict(k=None), "k is NoneType; expected a tensor of shape (2, 9, 4) to match q"),
+    "state": (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5); expected (2, 5, 4) to match q and x"),
+    "form": (dict(form="diag"), "form is 'diag'; expected one of 'diagonal', 'exact', 'decoupled'"),
+    "backend": (dict(backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'reference', 'chunked'"),
+}
+
+
+@pytest.mark.parametrize("change, text", BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(change, text):
+    with message(text):
+        longhorn_scan(**make() | change)
+
+
+PACKED = {
+    "start": (torch.tensor([1, 9]), "cu_seqlens starts at 1; expected 0"),
+    "order": (torch.tensor([0, 5, 3, 9]), "cu_seqlens decreases from 5 to 3"),
+    "end": (torch.tensor([0, 5]), "cu_seqlens ends at 5; expected 9, the length of q"),
+    "dtype": (torch.tensor([0.0, 9.0]), "cu_seqlens is torch.float32; expected an int32 or int64 tensor"),
+    "list": ([0, 9], "cu_seqlens is list; expected an int32 or int64 tensor"),
+    "axes": (torch.tensor([[0, 9]]), "cu_seqlens has shape (1, 2); expected (n+1,) for n >= 1 sequences"),
+    "nothing": (torch.tensor([0]), "cu_seqlens has shape (1,); expected (n+1,) for n >= 1 sequences"),
+}
+
+
+@pytest.mark.parametrize("bounds, text", PACKED.values(), ids=PACKED)
+def test_bad_bounds_are_explained(bounds, text):
+    with message(text):
+        longhorn_scan(**make(1), cu_seqlens=bounds)
+
+
+def test_packing_needs_one_row_and_a_state_a_sequence():
+    bounds = torch.tensor([0, 4, 9])
+    with message("q has shape (2, 9, 4); expected (1, T, N): with cu_seqlens the batch size must be 1"):
+        longhorn_scan(**make(), cu_seqlens=bounds)
+    with message("initial_state has shape (1, 5, 4); expected (2, 5, 4) to match cu_seqlens"):
+        longhorn_scan(**make(1), cu_seqlens=bounds, initial_state=torch.zeros(1, 5, 4))
+
+
+def test_bad_arguments_of_the_other_functions_are_named():
+    t = make()
+    s = {n + "_t": t[n][:, 0] for n in "qkxb"}
+    with message("state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t"):
+        longhorn_step(**s, state=torch.zeros(2, 5, 3))
+    with message("state is NoneType; expected a tensor of shape (B, D, N)"):
+        longhorn_step(**s, state=None)
+    with message("x_t has shape (2, 9, 5); expected (2, D) to match q_t"):
+        longhorn_step(**s | dict(x_t=t["x"]), state=torch.zeros(2, 5, 4))
+    with message("form is 'Exact'"):
+        longhorn_step(**s, state=torch.zeros(2, 5, 4), form="Exact")
+    with message("A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q"):
+        selective_scan(t["q"], t["k"], t["x"], t["b"], torch.zeros(4, 5))
+    with message("dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x"):
+        selective_scan(t["q"], t["k"], t["x"], t["b"][:, 0], torch.zeros(5, 4))
+    with message("dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t"):
+        selective_step(s["q_t"], s["k_t"], s["x_t"], s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4))

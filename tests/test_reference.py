@@ -1,0 +1,98 @@
+"""The reference scans against oracles that share no code with them."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
+
+B, T, D, N = 2, 11, 3, 4
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    new = lambda *s: torch.randn(*s, dtype=torch.float64).requires_grad_()
+    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), b_bias=new(D), D_skip=new(D),
+                z=new(B, T, D), initial_state=new(B, D, N))
+
+
+def from_gates(a, i, q, S0):
+    "Read-outs and last state of S <- a S + i, from sums of log gates: no recurrence. a, i (B,T,D,N)."
+    log = a.log().cumsum(1)
+    later = torch.arange(a.shape[1])
+    weight = (log[:, :, None] - log[:, None]).exp() * (later[:, None] >= later)[None, :, :, None, None]
+    S = (weight * i[:, None]).sum(2) + log.exp() * S0[:, None]
+    return torch.einsum("btdn,btn->btd", S, q), S[:, -1]
+
+
+def finish(y, t):
+    return (y + t["D_skip"] * t["x"]) * t["z"] * torch.sigmoid(t["z"])
+
+
+def same(ours, theirs, tensors):
+    "Values, and gradients of every tensor under one random projection."
+    weights = [torch.randn_like(o) for o in ours]
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    grads = [torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, out)), tensors) for out in (ours, theirs)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "decoupled"])
+def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
+    t = tensors
+    beta, k, x = torch.sigmoid(t["b"] + t["b_bias"])[..., None], t["k"][:, :, None], t["x"][..., None]
+    shared = (k * k).sum(-1, keepdim=True) if form == "diagonal" else k * k
+    eps = beta / (1 + beta * shared)
+    y, S = from_gates(1 - eps * k * k, eps * x * k, t["q"], t["initial_state"])
+    same(reference_scan(**t, form=form), (finish(y, t), S), list(t.values()))
+
+
+def test_exact_is_a_dense_solve_a_step(tensors):
+    t = tensors
+    S, reads = t["initial_state"], []
+    for i in range(T):
+        beta, k = torch.sigmoid(t["b"] + t["b_bias"])[:, i, :, None], t["k"][:, i, None]
+        system = torch.eye(N).double() + beta[..., None] * torch.einsum("ban,bam->banm", k, k)
+        S = torch.linalg.solve(system, S + beta * t["x"][:, i, :, None] * k)
+        reads.append(torch.einsum("bdn,bn->bd", S, t["q"][:, i]))
+    same(reference_scan(**t, form="exact"), (finish(torch.stack(reads, 1), t), S), list(t.values()))
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
+    t = dict(tensors)
+    A = (-torch.rand((B, T, N) if timed else (D, N), dtype=torch.float64)).requires_grad_()
+    delta = F.softplus(t["b"] + t["b_bias"])[..., None]
+    gate = torch.exp(delta * (A[:, :, None] if timed else A))
+    y, S = from_gates(gate, delta * t["x"][..., None] * t["k"][:, :, None], t["q"], t["initial_state"])
+    ours = reference_selective_scan(t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"],
+                                    initial_state=t["initial_state"])
+    same(ours, (finish(y, t), S), [*t.values(), A])
+
+
+@pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
+def test_scalar_rate_is_one_column_for_all_channels(form, tensors):
+    t = {name: tensors[name].detach() for name in "qkx"}
+    b = torch.randn(B, T, 1, dtype=torch.float64)
+    one, _ = reference_scan(**t, b=b, form=form)
+    many, _ = reference_scan(**t, b=b.expand(B, T, D), form=form)
+    torch.testing.assert_close(one, many, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_state_is_float32_and_out_has_the_dtype_of_x(dtype, tensors):
+    t = {name: v.detach().to(dtype) for name, v in tensors.items() if name != "initial_state"}
+    out, S = reference_scan(**t)
+    exact, _ = reference_scan(**{name: v.double() for name, v in t.items()})
+    assert out.dtype == dtype and S.dtype == torch.float32
+    assert (out.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("batch, steps", [(0, 3), (2, 0), (0, 0)])
+def test_empty(batch, steps):
+    q, x = torch.zeros(batch, steps, N), torch.zeros(batch, steps, D)
+    state = torch.randn(batch, D, N)
+    out, S = reference_scan(q, q, x, x, initial_state=state)
+    assert out.shape == (batch, steps, D) and torch.equal(S, state)
