@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import language
+from longhorn_kit.lab.claims import ONE_SEED, find_claim, judge
 from longhorn_kit.lab.data import ByteTokenizer, prepare
 from longhorn_kit.lab.language import (
-    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset, fit, lead,
-    model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, verdict, write_text, xz_bits,
+    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset, fit,
+    model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
 from longhorn_kit.models import SequenceLM
@@ -123,10 +124,10 @@ def test_record_can_be_drawn_and_judged(tmp_path, text):
     assert {"claim", "scale", "settings", "results", "environment", "seconds", "command"} <= set(record)
     assert all(len(bits) == 2 for bits in record["results"]["bits_per_byte"].values())
     assert (tmp_path / "a" / "record.json").stat().st_size < 60_000
-    assert all(caption for _, caption in figures(record)) and all(text.startswith("The ") for _, text in samples(record))
+    assert all(caption for _, caption in figures(record)) and all(text.startswith("    def ") for _, text in samples(record))
     for title, header, rows in tables(record):
         assert rows and all(len(row) == len(header) for row in rows)
-    assert verdict(record)[1] in ("holds", "mixed", "does not hold")
+    assert judge(find_claim("language"), record)[1] in ("holds", "mixed", "does not hold")
 
 
 def test_caches_at_several_lengths_are_those_of_reading_at_once():
@@ -138,8 +139,8 @@ def test_caches_at_several_lengths_are_those_of_reading_at_once():
             whole = model.prefill(tokens)[1]
             assert torch.allclose(model.step(tokens[:, 0], long)[0], model.step(tokens[:, 0], whole)[0], atol=1e-5)
         assert (cache_numbers(long) > cache_numbers(short)) == (mixer == "attention")
-        times = decode_times({mixer: model}, tokens, [8, 30], rounds=1, steps=1)
-        assert all(ms > 0 for ms in times[mixer])
+        times, sizes = decode_times({mixer: model}, tokens, [8, 30], rounds=1, steps=1)
+        assert all(ms > 0 for ms in times[mixer]) and sizes[mixer] == [cache_numbers(short), cache_numbers(long)]
 
 
 def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text, capsys, monkeypatch):
@@ -168,13 +169,12 @@ def made_up(**bits):
 
 
 def test_one_seed_decides_only_what_is_larger_than_its_noise():
-    big, small = language.ONE_SEED * 2, language.ONE_SEED / 2
-    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 + big], attention=[2.0 + big]))[1] == "holds"
-    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 + small], attention=[2.0 + big]))[1] == "mixed"
-    assert verdict(made_up(longhorn=[2.0], mamba=[2.0 - big], attention=[2.0 - big]))[1] == "does not hold"
-    assert lead([2.0, 2.1], [2.01, 2.11])[2] == "holds"      # small, but the same for both seeds
-    assert lead([2.0, 2.1], [2.3, 2.11])[2] == "undecided"   # ahead twice, by less than the spread
-    assert [row[-1] for row in comparisons(made_up(longhorn=[2.0], mamba=[2.0], attention=[1.0]))] == ["undecided", "does not hold"]
+    def outcomes(**bits):
+        return [row[-1] for row in comparisons(made_up(**bits))]
+    big, small = ONE_SEED * 2, ONE_SEED / 2
+    assert outcomes(longhorn=[2.0], mamba=[2.0 + big], attention=[2.0 - big]) == ["holds", "does not hold"]
+    assert outcomes(longhorn=[2.0], mamba=[2.0 + small], attention=[2.0 - small]) == ["mixed", "mixed"]
+    assert outcomes(longhorn=[2.0, 2.1], mamba=[2.01, 2.11], attention=[2.3, 2.11]) == ["holds", "mixed"]
 
 
 @pytest.mark.parametrize("call, match", [

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import recall
 from longhorn_kit.lab.recall import (
-    MEMORIES, RecallConfig, RecallModel, best_cell, comparisons, draw_streams, figures, grade, guess_level, lead, look_up, run, tables,
-    train_recall, verdict,
+    MEMORIES, RecallConfig, RecallModel, best_cell, comparisons, draw_streams, figures, grade, guess_level, look_up, run, tables,
+    train_recall,
 )
+from longhorn_kit.lab.claims import find_claim, judge
 from longhorn_kit.lab.records import read_json
 
 TINY = RecallConfig(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_size=4, steps=6, warmup=1, lrs=(0.05,), seeds=(0, 1),
@@ -111,23 +112,23 @@ def test_record_is_small_and_drawable(tmp_path):
     assert all(caption for _, caption in figures(record))
     for title, header, rows in tables(record):
         assert rows and all(len(row) == len(header) for row in rows)
-    assert verdict(record)[1] in ("holds", "mixed", "does not hold")
+    assert judge(find_claim("recall"), record)[1] in ("holds", "mixed", "does not hold")
 
 
 def made_up(**recall_of):
     return {"results": {"tasks": {"once": {"recall": recall_of}}}}
 
 
-def test_verdict_needs_every_seed_and_more_than_the_spread():
+def test_statement_needs_every_seed_and_more_than_the_spread():
     order = dict(longhorn_exact=[0.9, 0.95], longhorn=[0.7, 0.72], gla=[0.5, 0.51], attention=[0.4, 0.45])
-    assert verdict(made_up(**order))[1] == "holds"
-    turned = dict(longhorn_exact=[0.4, 0.42], longhorn=[0.7, 0.72], gla=[0.9, 0.91], attention=[0.8, 0.85])
-    assert verdict(made_up(**turned))[1] == "does not hold"
-    assert verdict(made_up(**order | {"attention": [1.0, 1.0]}))[1] == "mixed"
-    assert lead([0.9, 0.5], [0.8, 0.6])[2] == "undecided"   # one seed each way
-    assert lead([0.9, 0.61], [0.4, 0.6])[2] == "undecided"  # ahead twice, but by less than the spread
-    assert lead([0.9], [0.1])[2] == "undecided"             # one seed has no spread
-    assert {row[-1] for row in comparisons(made_up(**order))} == {"holds"}
+    outcomes = lambda **recall_of: [row[-1] for row in comparisons(made_up(**order | recall_of))]
+    assert outcomes() == ["holds"] * 3
+    assert outcomes(attention=[1.0, 1.0]) == ["holds", "holds", "does not hold"]
+    assert outcomes(attention=[0.8, 1.0])[2] == "mixed"   # one seed each way
+    assert outcomes(attention=[0.89, 0.55])[2] == "mixed" # ahead twice, but by less than the spread
+    task, first, second, middle, spread, _ = comparisons(made_up(**order))[0]
+    assert (task, first, second) == ("once", "longhorn_exact", "longhorn")
+    assert middle == pytest.approx(0.215) and spread == pytest.approx(0.015 * 2**0.5)
 
 
 def test_learning_rate_is_chosen_by_training_not_by_the_test():

@@ -36,12 +36,15 @@ def outer(
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-009
 def over_states(
-    row: Tensor, # (L,B,N)
-    M: Tensor,   # (L,B,N,D)
-) -> Tensor:     # (L,B,D)
+    row: Tensor,       # (L,B,N)
+    M: Tensor,         # (L,B,N,D)
+    out: Tensor | None = None, # (L,B,D) contiguous
+) -> Tensor:           # (L,B,D)
     "Sum over n of `row_n M_nd`."
     L, B, N, D = M.shape
-    return torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D)).view(L, B, D)
+    out = M.new_empty(L, B, D) if out is None else out
+    torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D), out=out.view(L * B, 1, D))
+    return out
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-010
 def over_channels(
@@ -128,7 +131,7 @@ def elementwise_forward(
             marks[i] = S
         rule.fill(t, g, s)
         S = advance(g, s, S).clone()
-        y[t] = over_states(q[t], s)
+        over_states(q[t], s, out=y[t])
     return y, S, marks
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-022

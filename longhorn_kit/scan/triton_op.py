@@ -6,7 +6,7 @@
 __all__ = ['DTYPES', 'MAX_STATE', 'FAST', 'KNOWN_TRITON', 'FORMS', 'fast_kernels_work', 'scan_path', 'triton_scan',
            'triton_selective_scan']
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-003
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-004
 import logging
 from functools import cache
 
@@ -21,7 +21,7 @@ if not INTERPRETED:
     from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan, diagonal_takes
     from longhorn_kit.scan.triton_exact import exact_backward, exact_forward, exact_plan, exact_takes
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-005
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-007
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_STATE = 128
 
@@ -29,7 +29,7 @@ def _expect(name, tensor, *shapes):
     if tensor is not None and tuple(tensor.shape) not in shapes:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {' or '.join(map(str, shapes))}")
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-006
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-008
 def _check(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, rate="b"):
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, D)")
@@ -55,7 +55,7 @@ def _check(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, rate="b"
     if x.device.type == "cpu" and not INTERPRETED:
         raise RuntimeError("the Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment before Python starts")
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-008
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-010
 FAST = True                    # False: the portable kernels always
 KNOWN_TRITON = ("3.6.", "3.7.")
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def fast_kernels_work(
         _log.warning("longhorn_kit: the portable scan kernels run instead of the fast ones: %s", why)
     return why is None
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-009
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-012
 def _disagreement(device):
     # With an unknown Triton: do fast and portable agree on a small case? None, or the reason why they do not.
     from torch.utils._python_dispatch import _disable_current_modes
@@ -101,7 +101,7 @@ def _disagreement(device):
                     return f"with triton {triton.__version__} they disagree"
     return None
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-010
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-014
 def scan_path(form, q, k, x, checkpoint_every=0):
     "The kernels that a scan of these tensors runs on: \"diagonal\" or \"exact\" (fast), or \"portable\"."
     if not (FAST and x.is_cuda and x.numel() > 0) or INTERPRETED:
@@ -112,7 +112,7 @@ def scan_path(form, q, k, x, checkpoint_every=0):
         return "exact" if fast_kernels_work(x.device.index or 0) else "portable"
     return "portable"
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-011
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-015
 def _path_kernels(path, form, checkpoint_every=0):
     # (plan, forward, backward) with one signature: the portable ones also take A, after z.
     if path == "diagonal":
@@ -129,7 +129,7 @@ def _path_kernels(path, form, checkpoint_every=0):
 def _sizes(k, x, cu_seqlens, direction):
     return (*x.shape, k.shape[-1], None if cu_seqlens is None else cu_seqlens.shape[0] - 1, direction)
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-013
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-017
 @custom_op("longhorn_kit::scan", mutates_args=())
 def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
           A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -150,7 +150,7 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     return (torch.empty(x.shape, device=x.device, dtype=x.dtype), new(plan.n_seq, plan.D, plan.N),
             new(plan.chunks if save else 0, *state))
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-014
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-018
 @custom_op("longhorn_kit::scan_backward", mutates_args=())
 def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor, k: Tensor, x: Tensor, b: Tensor,
                    b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None, A: Tensor | None,
@@ -169,7 +169,7 @@ def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, cu_seqlens, form, ch
     initial = torch.empty((n, x.shape[2], k.shape[2]), device=x.device, dtype=torch.float32)
     return [*map(new, (q, k, x, b, b_bias, D_skip, z, A)), initial]
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-016
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-020
 def _setup(ctx, inputs, output):
     q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, save = inputs
     ctx.saved = save
@@ -194,14 +194,14 @@ def _gradients(ctx, dout, dfinal, _):
 
 register_autograd(_scan, _gradients, setup_context=_setup)
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-017
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-022
 def _refuse(ctx, *grads):
     raise RuntimeError("longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
 
 
 register_autograd(_scan_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-019
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-024
 FORMS = ("diagonal", "exact", "decoupled")
 
 def triton_scan(
@@ -224,7 +224,7 @@ def triton_scan(
     _check(q, k, x, b, b_bias, D_skip, z, None, initial_state, cu_seqlens)
     return _call(q, k, x, b, b_bias, D_skip, z, None, initial_state, cu_seqlens, form, checkpoint_every)
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-020
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-025
 def triton_selective_scan(
     q: Tensor,                     # (B,T,N) queries (Mamba's C)
     k: Tensor,                     # (B,T,N) keys (Mamba's B)
@@ -244,7 +244,7 @@ def triton_selective_scan(
     form = "s6" if A.dim() == 2 else "s6_timed"
     return _call(q, k, x, dt, dt_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every)
 
-# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-021
+# %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-026
 def _call(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every):
     if checkpoint_every is not None and checkpoint_every not in (4, 8, 16, 32, 64):
         raise ValueError(f"checkpoint_every is {checkpoint_every}; expected 4, 8, 16, 32 or 64")
