@@ -4,11 +4,12 @@
     python kernels/bench.py --device cpu
     python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64
 
-Forward plus backward of the whole operation (rate, scan, skip, gate) for three candidates: the plain loop under autograd,
-mambapy's parallel scan (if installed; diagonal recurrence only), and the kit's chunked scan. Every candidate's output and
-gradients are compared with the float64 reference first; on a wrong result no time is printed and the exit code is 1.
-Candidates run in turn, round by round, on the same inputs; the ratio is the median over rounds of the ratio within
-a round. Extra memory is the growth of the peak resident size during one forward plus backward, in a fresh process.
+Forward plus backward of the whole operation (rate, scan, skip, gate) for three candidates: the plain
+loop under autograd, mambapy's parallel scan (if installed; diagonal recurrence only), and the kit's
+chunked scan. Every candidate's output and gradients are compared with the float64 reference first; on a
+wrong result no time is printed and the exit code is 1. Candidates run in turn, round by round, on the
+same inputs; the ratio is the median over rounds of the ratio within a round. Extra memory is the growth
+of the peak resident size during one forward plus backward, in a fresh process.
 """
 import argparse
 import json
@@ -93,7 +94,7 @@ def run(candidate, form, inputs, dout):
 
 
 def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
-    "What is wrong: a list of (name, relative error) against the float64 reference; empty if all is right."
+    "What is wrong: (name, relative error) against the float64 reference; empty if all is right."
     double, dout = make_inputs(B, T, D, N, seed, torch.float64)
     expected = run(lambda *a, form: reference_scan(*a, form=form)[0], form, double, dout)
     actual = run(candidate, form, *make_inputs(B, T, D, N, seed))
@@ -118,6 +119,15 @@ def measure(candidates, form, B, T, D, N, rounds, seed):
     return seconds
 
 
+def others():
+    "Processor seconds used by other processes so far, or None where the system does not tell."
+    if not pathlib.Path("/proc/stat").exists():
+        return None
+    fields = [int(v) for v in open("/proc/stat").readline().split()[1:9]]
+    own = os.times()
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+
+
 def resident(key):
     "A field of /proc/self/status in MB."
     line = next(l for l in open("/proc/self/status") if l.startswith(key + ":"))
@@ -126,7 +136,7 @@ def resident(key):
 
 def memory_here(name, form, B, T, D, N, seed):
     "Growth of this process's peak resident size during one forward plus backward, in MB."
-    run(CANDIDATES[name], form, *make_inputs(1, 4, 4, N, seed))      # imports and thread pools are not counted
+    run(CANDIDATES[name], form, *make_inputs(1, 4, 4, N, seed))   # imports, thread pools: not counted
     inputs, dout = make_inputs(B, T, D, N, seed)
     before = resident("VmHWM")
     run(CANDIDATES[name], form, inputs, dout)
@@ -137,8 +147,10 @@ def memory(name, form, shape, args):
     "`memory_here` in a fresh process, or None where the system does not tell."
     if not pathlib.Path("/proc/self/status").exists():
         return None
-    command = [sys.executable, __file__, "--device", "cpu", "--memory-of", name, "--form", form, "--shape",
-               ",".join(map(str, shape)), "--state", str(args.state), "--threads", str(args.threads), "--seed", str(args.seed)]
+    options = dict(shape=",".join(map(str, shape)), form=form, state=args.state, threads=args.threads,
+                   seed=args.seed)
+    command = [sys.executable, __file__, "--memory-of", name]
+    command += [word for key, value in options.items() for word in ("--" + key, str(value))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"bench.py: measuring the memory of {name} failed:\n{done.stderr}")
@@ -150,15 +162,16 @@ def environment(args):
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     cpu = platform.processor() or platform.machine()
     if pathlib.Path("/proc/cpuinfo").exists():
-        cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), cpu)
+        named = [l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")]
+        cpu = named[0] if named else cpu
     return dict(
-        command="python kernels/bench.py " + " ".join(args.given), commit=git.stdout.strip() or None, cpu=cpu,
-        threads=args.threads, python=platform.python_version(), system=platform.system(),
+        command=" ".join(["python kernels/bench.py", *args.given]), commit=git.stdout.strip() or None,
+        cpu=cpu, threads=args.threads, python=platform.python_version(), system=platform.system(),
         torch=torch.__version__, mambapy=version("mambapy"), seed=args.seed, rounds=args.rounds)
 
 
 def compare(form, shape, args):
-    "Check, time and print one form at one shape; returns the row of the results file, or None on a wrong result."
+    "Check, time and print one form at one shape: the row of the results file, or None if wrong."
     B, T, D, N = *shape, args.state
     names = [n for n in CANDIDATES if n != "mambapy" or version("mambapy")]
     for name in names:
@@ -167,12 +180,17 @@ def compare(form, shape, args):
         if wrong:
             print(f"WRONG {name}, {form}, {shape}: " + ", ".join(f"{n} off by {e:.1e}" for n, e in wrong))
             return None
+    before, start = others(), time.perf_counter()
     seconds = measure(names, form, B, T, D, N, args.rounds, args.seed)
     row = dict(form=form, shape=dict(B=B, T=T, D=D, N=N), candidates={})
+    if before is not None:
+        share = (others() - before) / (time.perf_counter() - start)
+        row["cores_used_by_others"] = round(max(0.0, share), 2)
     for name in names:
         ratios = [s / l for s, l in zip(seconds[name], seconds["loop"])]
         row["candidates"][name] = dict(
-            ms=round(1e3 * statistics.median(seconds[name]), 2), least_ms=round(1e3 * min(seconds[name]), 2),
+            ms=round(1e3 * statistics.median(seconds[name]), 2),
+            least_ms=round(1e3 * min(seconds[name]), 2),
             ratio=round(statistics.median(ratios), 4), memory_mb=memory(name, form, shape, args))
     report(row, seconds)
     return row
@@ -181,7 +199,8 @@ def compare(form, shape, args):
 def report(row, seconds):
     "Print the table of one row and put the ratios against each rival, with targets, into it."
     s, found = row["shape"], row["candidates"]
-    print(f"\n{row['form']}, B={s['B']} T={s['T']} D={s['D']} N={s['N']}: forward + backward; parity with float64 checked")
+    print(f"\n{row['form']}, B={s['B']} T={s['T']} D={s['D']} N={s['N']}: forward + backward; "
+          "parity with float64 checked")
     print(f"{'':24s}{'ms':>10s}{'ratio':>9s}{'extra MB':>11s}{'ratio':>9s}")
     for name in CANDIDATES:
         label = "mambapy (diagonal)" if name == "mambapy" else name
@@ -192,6 +211,9 @@ def report(row, seconds):
         c["memory_ratio"] = round(c["memory_mb"] / base, 4) if base else None
         space = f"{c['memory_mb']:11.0f}{c['memory_ratio']:9.3f}" if base else f"{'unknown':>11s}"
         print(f"{label:24s}{c['ms']:10.1f}{c['ratio']:9.3f}{space}")
+    busy = row.get("cores_used_by_others", 0)
+    if busy > 0.2:
+        print(f"other processes used {busy:.1f} cores meanwhile: times and ratios are unreliable")
     row["chunked_against"] = {}
     for rival, (time_target, memory_target) in TARGETS.items():
         if rival in found:
@@ -216,7 +238,8 @@ def shape_of(text):
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu"], default="cpu")
-    parser.add_argument("--shape", type=shape_of, nargs="+", default=[(4, 256, 512), (2, 1024, 768)], metavar="B,T,D")
+    parser.add_argument("--shape", type=shape_of, nargs="+", metavar="B,T,D",
+                        default=[(4, 256, 512), (2, 1024, 768)])
     parser.add_argument("--form", choices=["diagonal", "exact"], nargs="+", default=["diagonal", "exact"])
     parser.add_argument("--state", type=int, default=16, help="N, the size of a key (default 16)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))

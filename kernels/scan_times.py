@@ -92,10 +92,10 @@ def main():
         print(f"{name:<11} {form:<10} {ran:<9} z={z!s:<5} state={state!s:<5} {forward:7.3f} / {backward:7.3f} ms{against}", flush=True)
         torch.cuda.empty_cache()
     record = dict(gpu=torch.cuda.get_device_name(0), python=platform.python_version(), torch=torch.__version__,
-                  triton=triton.__version__, commit=commit, command="python " + " ".join(["kernels/scan_times.py", *sys.argv[1:]]),
+                  triton=triton.__version__, commit=commit, command="python kernels/scan_times.py",
                   seed=0, dtype="bfloat16", measure="median of triton.testing.do_bench, warmup 10 ms, repeat 60 ms",
                   worst_error={f"{form} {path}": float(f"{e:.2e}") for (form, path), e in checks.items()},
-                  published_by_others=dict(official_longhorn_cuda=OFFICIAL, mamba_cuda=MAMBA), rows=rows)
+                  others_measured_before=dict(official_longhorn_cuda=OFFICIAL, mamba_cuda=MAMBA), rows=rows)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -306,13 +306,13 @@ def decode_times(
     "Median time to decode one token after so much context, measured in turn, and what is kept."
     caches = {name: caches_at(model.eval(), tokens, lengths) for name, model in models.items()}
     times = {name: [[] for _ in lengths] for name in models}
-    for round in range(rounds + 1): # the first one warms up
+    for turn in range(rounds + 1): # the first one warms up
         for i in range(len(lengths)):
             for name, model in models.items():
                 cache, begun = caches[name][i], time.perf_counter()
                 for step in range(steps):
                     _, cache = model.step(tokens[:, step], cache)
-                times[name][i] += [1000 * (time.perf_counter() - begun) / steps] if round else []
+                times[name][i] += [1000 * (time.perf_counter() - begun) / steps] if turn else []
     milliseconds = {name: [round(median(found), 3) for found in row] for name, row in times.items()}
     return milliseconds, {name: [cache_numbers(cache) for cache in row] for name, row in caches.items()}
 

@@ -43,8 +43,8 @@ class RecallConfig:
     width: int = 32            # D, channels of exact and diagonal; the others are matched to them
     rank: int = 3              # of the map from a token to its rates
     batch_size: int = 32       # streams a step
-    steps: int = 300           # optimiser steps, every one on fresh streams
-    warmup: int = 30           # steps of linear warm-up, then half a cosine to 0
+    steps: int = 250           # optimiser steps, every one on fresh streams
+    warmup: int = 25           # steps of linear warm-up, then half a cosine to 0
     lrs: tuple = (0.03, 0.1)   # learning rates, all tried for every model
     seeds: tuple = (0, 1, 2, 3) # of data and initial weights, the same for every model
     test_streams: int = 128    # streams to test with, for each number of pairs

@@ -60,7 +60,7 @@ def rate_and_slope(
     k: Tensor, # (T,B,N) keys
     v: Tensor, # (T,B,D) step-size logits, any strides
 ):
-    "`eps = 1 / (1 + |k|^2 + exp(-v))` and `eps exp(-v)`, (T,B,D) contiguous; logits below -80 act as -80."
+    "`eps = 1 / (1 + |k|^2 + exp(-v))` and `eps exp(-v)`, contiguous; logits below -80 act as -80."
     decay = torch.neg(v, out=v.new_empty(v.shape)).clamp_(max=80).exp_()
     eps = torch.add(decay, k.square().sum(-1, keepdim=True) + 1).reciprocal_()
     return eps, decay.mul_(eps)
@@ -73,7 +73,8 @@ class DiagonalRule:
     def __init__(self, k, x, v, A=None):
         self.k, self.x = k, x
         self.eps, self.slope = rate_and_slope(k, v)
-        self.u, self.one = torch.mul(self.eps, x, out=torch.empty_like(self.eps)), x.new_ones(x.shape[-1])
+        self.u = torch.mul(self.eps, x, out=torch.empty_like(self.eps))
+        self.one = x.new_ones(x.shape[-1])
 
     def fill(self, t, gate, inp):
         k_squared = self.k[t].square()[..., None]
@@ -103,9 +104,9 @@ def advance(
 def retreat(
     gate: Tensor,  # (L,B,N,D)
     G: Tensor,     # (L,B,N,D) gradients of the read-outs; become the gradients of the states
-    carry: Tensor, # (B,N,D) gradient of the last state from later chunks; becomes that of the state before
-) -> Tensor:
-    "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place; returns `carry`."
+    carry: Tensor, # (B,N,D) gradient of the last state, from later chunks
+) -> Tensor:       # (B,N,D) gradient of the state before the first step: `carry`, overwritten
+    "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place."
     gates, grads = gate.unbind(0), G.unbind(0)
     last = grads[-1].add_(carry)
     for g, current in zip(gates[:0:-1], grads[-2::-1]):
@@ -146,7 +147,7 @@ def elementwise_backward(
     "Gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
     (gate, G), states = carry.new_empty(2, chunk, B, N, D), carry.new_empty(chunk + 1, B, N, D)
-    grads = torch.empty_like(q), torch.empty_like(q), dy.new_empty(dy.shape), dy.new_empty(dy.shape)
+    grads = *(torch.empty_like(q) for _ in "qk"), *(dy.new_empty(dy.shape) for _ in "xv")
     for i in reversed(range(marks.shape[0])):
         t = slice(i * chunk, min(i * chunk + chunk, q.shape[0]))
         L = t.stop - t.start
@@ -173,7 +174,7 @@ def without_autocast(
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-025
 class ElementwiseScan(torch.autograd.Function):
-    "Read-outs (B,T,D) and final state (B,D,N) of an elementwise recurrence, with a recomputing backward."
+    "Read-outs (B,T,D) and final state (B,D,N) of an elementwise recurrence."
     @staticmethod
     @without_autocast
     def forward(ctx, Rule, chunk, keep, q, k, x, v, A, S):
@@ -190,7 +191,8 @@ class ElementwiseScan(torch.autograd.Function):
         q, k, x, v, A, marks = ctx.saved_tensors
         rule = ctx.Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
         carry = dS.mT.clone(memory_format=torch.contiguous_format)
-        grads = elementwise_backward(rule, time_major(q), dy.transpose(0, 1), carry, marks, ctx.chunk)
+        grads = elementwise_backward(
+            rule, time_major(q), dy.transpose(0, 1), carry, marks, ctx.chunk)
         dA = None if A is None else rule.dA
         return None, None, None, *(g.transpose(0, 1) for g in grads), dA, carry.mT
 
@@ -201,7 +203,7 @@ class DecoupledRule:
 
     def __init__(self, k, x, v, A=None):
         self.k, self.x, self.beta = k, x, torch.sigmoid(v.contiguous())
-        self.u = self.beta * x
+        self.u = torch.mul(self.beta, x, out=torch.empty_like(self.beta))
 
     def fill(self, t, gate, inp):
         outer(self.k[t].square(), self.beta[t], out=gate).add_(1).reciprocal_()
@@ -211,18 +213,20 @@ class DecoupledRule:
         k, beta, u = self.k[t], self.beta[t], self.u[t]
         aG = gate * G
         du = over_states(k, aG)
-        W = gate.mul_(aG).mul_(S + outer(k, u, out=torch.empty_like(G))).neg_()  # gradient of beta k_n^2
+        written = S + outer(k, u, out=torch.empty_like(G))
+        W = gate.mul_(aG).mul_(written).neg_()   # gradient of beta k_n^2
         d_beta = torch.mul(self.x[t], du).add_(over_states(k.square(), W))
         dk = over_channels(u, aG).add_(over_channels(beta, W).mul_(k).mul_(2))
         return dk, du.mul_(beta), d_beta.mul_(beta).mul_(1 - beta)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-032
 class S6Rule:
-    "Mamba's S6 with a parameter `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
+    "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
     def __init__(self, k, x, v, A):
         self.k, self.x, self.v = k, x, v.contiguous()
         self.delta = F.softplus(self.v)
-        self.u, self.rates, self.dA = self.delta * x, A.mT.contiguous(), torch.zeros_like(A)
+        self.u = torch.mul(self.delta, x, out=torch.empty_like(self.delta))
+        self.rates, self.dA = A.mT.contiguous(), torch.zeros_like(A)
 
     def fill(self, t, gate, inp):
         torch.mul(self.rates, self.delta[t][..., None, :], out=gate).exp_()
@@ -235,7 +239,8 @@ class S6Rule:
     def pull(self, t, gate, S, G):
         du = over_states(self.k[t], G)
         d_delta = self.exponent(t, gate.mul_(S).mul_(G)).add_(self.x[t] * du)
-        return over_channels(self.u[t], G), du.mul_(self.delta[t]), d_delta.mul_(torch.sigmoid(self.v[t]))
+        d_delta.mul_(torch.sigmoid(self.v[t]))
+        return over_channels(self.u[t], G), du.mul_(self.delta[t]), d_delta
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-033
 class TimedS6Rule(S6Rule):
@@ -346,7 +351,8 @@ class ExactScan(torch.autograd.Function):
     @without_autocast
     def backward(ctx, dy, dS):
         q, k, eps, slope, r, marks = ctx.saved_tensors
-        dq, dk, w, G = torch.empty_like(q), torch.empty_like(k), torch.empty_like(r), dS.mT.contiguous()
+        dq, dk, w = torch.empty_like(q), torch.empty_like(k), torch.empty_like(r)
+        G = dS.mT.contiguous()
         for i in reversed(range(marks.shape[0])):
             t = slice(i * ctx.chunk, min((i + 1) * ctx.chunk, q.shape[1]))
             Q, K, dY = (a[:, t].clone(memory_format=torch.contiguous_format) for a in (q, k, dy))
@@ -363,13 +369,14 @@ def chunk_length(
     form: str, # "exact", or the name of an elementwise form
     B: int, T: int, D: int, N: int,
 ) -> int:
-    "Steps a chunk: 32 for the exact form, otherwise 8 to 64 so that a buffer has about a million numbers."
+    "Steps a chunk: 32 for the exact form, else 8 to 64, a buffer of about a million numbers."
     steps = 32 if form == "exact" else min(64, max(8, 2**20 // max(1, B * D * N)))
     return max(1, min(steps, T))
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-055
 def _run(form, chunk, q, k, x, v, A, S):
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
+    needed = any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
+    keep = needed and torch.is_grad_enabled()
     chunk = chunk or chunk_length(form, *x.shape, k.shape[-1])
     S = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if S is None else S
     if form == "exact":
@@ -391,10 +398,11 @@ def chunked_scan(
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
     chunk: int | None = None,      # steps a chunk; chosen from the sizes if None
 ):
-    "`reference_scan`, fast: `(out (B,T,D) in x.dtype, final state (B,D,N))`, differentiable once."
+    "`reference_scan`, fast: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     dtype, out_dtype = compute_dtype(q, k, x, b, b_bias, D_skip, z, initial_state), x.dtype
     q, k, x, b, b_bias, D_skip, z, state = (
-        None if t is None else t.to(dtype) for t in (q, k, x, b, b_bias, D_skip, z, initial_state))
+        None if t is None else t.to(dtype)
+        for t in (q, k, x, b, b_bias, D_skip, z, initial_state))
     v = (b if b_bias is None else b + b_bias).expand(x.shape)
     y, state = _run(form, chunk, q, k, x, v, None, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state
@@ -413,10 +421,11 @@ def chunked_selective_scan(
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
     chunk: int | None = None,      # steps a chunk; chosen from the sizes if None
 ):
-    "`reference_selective_scan`, fast: `(out (B,T,D) in x.dtype, final state (B,D,N))`, differentiable once."
+    "`reference_selective_scan`, fast: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     dtype, out_dtype = compute_dtype(q, k, x, dt, A, dt_bias, D_skip, z, initial_state), x.dtype
     q, k, x, dt, A, dt_bias, D_skip, z, state = (
-        None if t is None else t.to(dtype) for t in (q, k, x, dt, A, dt_bias, D_skip, z, initial_state))
+        None if t is None else t.to(dtype)
+        for t in (q, k, x, dt, A, dt_bias, D_skip, z, initial_state))
     v = (dt if dt_bias is None else dt + dt_bias).expand(x.shape)
     y, state = _run("s6", chunk, q, k, x, v, A, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state

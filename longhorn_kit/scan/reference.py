@@ -32,7 +32,8 @@ def compute_dtype(
     *tensors: Tensor | None, # inputs; None is ignored
 ) -> torch.dtype:            # float64 if any input has it, float32 otherwise
     "The dtype of the state and of all arithmetic: never less than float32."
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if double else torch.float32
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-013
 def scan_steps(
@@ -61,10 +62,11 @@ def reference_scan(
     form: str = "diagonal",        # "diagonal", "exact" or "decoupled"
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):
-    "Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`. Slow, and right."
+    "Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     dtype, out_dtype = compute_dtype(q, k, x, b, b_bias, D_skip, z, initial_state), x.dtype
     q, k, x, b, b_bias, D_skip, z, state = (
-        None if t is None else t.to(dtype) for t in (q, k, x, b, b_bias, D_skip, z, initial_state))
+        None if t is None else t.to(dtype)
+        for t in (q, k, x, b, b_bias, D_skip, z, initial_state))
     beta = torch.sigmoid(b if b_bias is None else b + b_bias)
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state
     y, state = scan_steps(lambda S, t: STEPS[form](S, k[:, t], x[:, t], beta[:, t]), q, state)
@@ -94,12 +96,14 @@ def reference_selective_scan(
     *,
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):
-    "Mamba's selective scan (S6) one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
+    "Mamba's S6 one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     dtype, out_dtype = compute_dtype(q, k, x, dt, A, dt_bias, D_skip, z, initial_state), x.dtype
     q, k, x, dt, A, dt_bias, D_skip, z, state = (
-        None if t is None else t.to(dtype) for t in (q, k, x, dt, A, dt_bias, D_skip, z, initial_state))
+        None if t is None else t.to(dtype)
+        for t in (q, k, x, dt, A, dt_bias, D_skip, z, initial_state))
     delta = F.softplus(dt if dt_bias is None else dt + dt_bias)
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state
     rates = (lambda t: A) if A.dim() == 2 else (lambda t: A[:, t, None, :])
-    y, state = scan_steps(lambda S, t: s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t)), q, state)
+    step = lambda S, t: s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t))
+    y, state = scan_steps(step, q, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state

@@ -574,7 +574,7 @@ def diagonal_plan(
     steps, below = SEGMENTS[direction]
     if segment is None:
         segment = steps if B * D < below and (B == 1 or T > steps) else 0
-    many = direction == "forward" and B * D > 16384
+    many = direction == "forward" and (segment > 0 or B * D > below)
     LS = segment or (triton.cdiv(T, 16) + 1) * 16
     per_sequence, alone = max(1, triton.cdiv(T, LS)), packed is None
     return PortablePlan(

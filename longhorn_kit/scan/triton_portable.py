@@ -520,7 +520,7 @@ def portable_plan(
     segment = 0 if rule == "exact" else triton.cdiv(segment, C) * C
     if block is None:
         block = 32
-        if direction == "forward" and (rule == "diagonal" or not small):
+        if direction == "forward" and (rule == "diagonal" or not small or (rule == "decoupled" and segment)):
             block = 64
         elif direction == "forward" and rule == "exact" and B * D < FEW_CHANNELS["forward"]:
             block = 16
