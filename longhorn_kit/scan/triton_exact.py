@@ -86,8 +86,13 @@ def _exact_fwd_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BD // 8), BD // 8], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     # rows of 32 channels and rows of 16 steps, rotated so that both ways of reading them are free of bank conflicts
-    by_step: gl.constexpr = gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32 else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0])
-    by_channel: gl.constexpr = gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32 else (gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16 else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+    by_step: gl.constexpr = (
+        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32
+        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0]))
+    by_channel: gl.constexpr = (
+        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16
+        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid = gl.program_id(0)
@@ -283,8 +288,13 @@ def _exact_bwd_kernel(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BD // 8), BD // 8], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
-    by_step: gl.constexpr = gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32 else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0])
-    by_channel: gl.constexpr = gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32 else (gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16 else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+    by_step: gl.constexpr = (
+        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32
+        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0]))
+    by_channel: gl.constexpr = (
+        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16
+        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
     states: gl.constexpr = by_channel if N == 16 else gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
