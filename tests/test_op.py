@@ -10,18 +10,25 @@ from longhorn_kit.scan.op import BACKENDS, FORMS, longhorn_scan, longhorn_step, 
 
 RUNS = (*FORMS, "s6", "timed s6")
 B, T, D, N = 2, 9, 5, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu_if_there_is_one():
+    with torch.device(DEVICE):
+        yield
 
 
 def make(B=B, T=T, D=D, N=N, seed=0, dtype=torch.float32):
-    gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen).to(dtype)
+    gen = torch.Generator("cpu").manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE, dtype)
     return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), b_bias=new(D), D_skip=new(D), z=new(B, T, D))
 
 
 def rates(form, t):
-    gen = torch.Generator().manual_seed(5)
+    gen = torch.Generator("cpu").manual_seed(5)
     shape = (*t["q"].shape[:2], t["q"].shape[2]) if form == "timed s6" else (t["x"].shape[2], t["q"].shape[2])
-    return -torch.rand(shape, generator=gen).to(t["x"].dtype)
+    return -torch.rand(shape, generator=gen, device="cpu").to(t["x"])
 
 
 def run(form, t, A=None, **options):
@@ -128,7 +135,7 @@ def test_dtypes(form, backend, dtype):
 def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
     def go(t, inside):
         t = {n: v.clone().requires_grad_() for n, v in t.items()}
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=inside):
             out, state = run(form, t, output_final_state=True)
             out.square().sum().backward()     # the backward inside the region, as some trainers do
         return [out, state, *(v.grad for v in t.values())]
@@ -183,7 +190,7 @@ BAD = {
     "z": (dict(z=torch.zeros(2, 1, 5)), "z has shape (2, 1, 5); expected (2, 9, 5) to match x"),
     "integers": (dict(k=torch.zeros(2, 9, 4, dtype=torch.int64)), "k has dtype torch.int64; expected a floating-point dtype"),
     "complex": (dict(x=torch.zeros(2, 9, 5, dtype=torch.complex64)), "x has dtype torch.complex64; expected a floating-point dtype"),
-    "device": (dict(z=torch.zeros(2, 9, 5, device="meta")), "z is on device meta; expected cpu to match x"),
+    "device": (dict(z=torch.zeros(2, 9, 5, device="meta")), f"z is on device meta; expected {torch.empty(0, device=DEVICE).device} to match x"),
     "not a tensor": (dict(b=0.5), "b is float; expected a tensor of shape (2, 9, 5) or (2, 9, 1) to match x"),
     "none": (dict(k=None), "k is NoneType; expected a tensor of shape (2, 9, 4) to match q"),
     "state": (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5); expected (2, 5, 4) to match q and x"),
