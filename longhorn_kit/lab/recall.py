@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['WRITES', 'MEMORIES', 'SETTINGS', 'SCALES', 'NAMES', 'RecallConfig', 'check_settings', 'draw_streams', 'last_values',
            'look_up', 'guess_level', 'linear_attention', 'attention_without_positions', 'attention',
-           'gated_linear_attention', 'rate_size', 'parameter_shapes', 'count', 'matched_width', 'initial',
+           'gated_linear_attention', 'rate_size', 'parameter_shapes', 'count', 'matched_width', 'initial', 'TokenMaps',
            'RecallModel', 'draw_for_seeds', 'grade', 'rate_at', 'train_recall', 'test_recall', 'thin', 'run_cell',
            'one_thread', 'late_recall', 'best_cell', 'settings_for', 'run', 'results_of', 'task_results', 'comparisons',
-           'figures', 'remembered', 'tables']
+           'verdict', 'figures', 'remembered', 'tables']
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
@@ -203,7 +203,8 @@ def parameter_shapes(
               "query": (token, config.d_state), "key": (token, config.d_state),
               "value": (token, width), "out": (width, config.values)}
     if rates:
-        shapes |= {"rate_down": (token, config.rank), "rate_up": (config.rank, rates), "rate_bias": (1, rates)}
+        shapes |= {"rate_down": (token, config.rank), "rate_up": (config.rank, rates),
+                   "rate_bias": (1, rates)}
     return shapes
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-027
@@ -238,8 +239,8 @@ def initial(
     return draw if name == "embedding" else draw / math.sqrt(shape[0])
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-032
-class RecallModel(nn.Module):
-    "One layer of equation (2), for several seeds side by side."
+class TokenMaps(nn.Module):
+    "The parameters of equation (2), and what tokens are turned into, for several seeds side by side."
     def __init__(self,
         name: str, # a key of `MEMORIES`
         config: RecallConfig,
@@ -251,6 +252,19 @@ class RecallModel(nn.Module):
             start = torch.stack([initial(part, shape, generator) for generator in generators])
             self.register_parameter(part, nn.Parameter(start))
 
+    def embed(self, symbols):
+        "symbols (R,B,T) -> (R,B,T,E), every seed with its own embedding."
+        one_hot = F.one_hot(symbols.flatten(1), self.embedding.shape[1]).float()
+        return (one_hot @ self.embedding).unflatten(1, symbols.shape[1:])
+
+    def rates(self, token):
+        "Rate logits (R,BT,rates); None for a memory that has no rates."
+        has_rates = hasattr(self, "rate_up")
+        return token @ self.rate_down @ self.rate_up + self.rate_bias if has_rates else None
+
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-033
+class RecallModel(TokenMaps):
+    "One layer of equation (2), for several seeds side by side."
     def forward(self, keys, symbols, last=None):
         "keys (R,B,T,K), symbols (R,B,T) -> scores (R,B,T,V), or those of the last so many tokens."
         token = torch.cat([keys, self.embed(symbols)], -1).flatten(1, 2) # (R,BT,K+E)
@@ -261,18 +275,7 @@ class RecallModel(nn.Module):
         y = y[:, -(last or y.shape[1]):].unflatten(0, symbols.shape[:2])
         return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])
 
-    def embed(self, symbols):
-        "symbols (R,B,T) -> (R,B,T,E), every seed with its own embedding."
-        one_hot = F.one_hot(symbols.flatten(1), self.embedding.shape[1]).float()
-        return (one_hot @ self.embedding).unflatten(1, symbols.shape[1:])
-
-    def rates(self, token):
-        "Rate logits (R,BT,rates); None for a memory that has no rates."
-        if not hasattr(self, "rate_up"):
-            return None
-        return token @ self.rate_down @ self.rate_up + self.rate_bias
-
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-035
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-036
 def draw_for_seeds(
     task: str,        # a key of `WRITES`
     generators: list, # one for each seed
@@ -284,7 +287,7 @@ def draw_for_seeds(
     drawn = [draw_streams(task, streams, pairs, config, generator) for generator in generators]
     return tuple(map(torch.stack, zip(*drawn)))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-036
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-037
 def grade(
     model: RecallModel,
     keys: Tensor,    # (R,B,T,K)
@@ -297,7 +300,7 @@ def grade(
     right = (scores.argmax(-1) == answers).float()
     return loss.view_as(answers).mean((1, 2)), right.mean((1, 2))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-037
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-038
 def rate_at(
     step: int, # counted from 0
     config: RecallConfig,
@@ -307,7 +310,7 @@ def rate_at(
         return (step + 1) / config.warmup
     return 0.5 * (1 + math.cos(math.pi * (step - config.warmup) / (config.steps - config.warmup)))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-038
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-039
 def train_recall(
     task: str, # a key of `WRITES`
     name: str, # a key of `MEMORIES`
@@ -329,7 +332,7 @@ def train_recall(
         curves.append(torch.stack([loss.detach(), recall]))
     return model, torch.stack(curves)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-042
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-043
 @torch.no_grad()
 def test_recall(
     task: str, # a key of `WRITES`
@@ -344,7 +347,7 @@ def test_recall(
         recall[str(pairs)] = grade(model, *drawn)[1].tolist()
     return recall
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-044
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-045
 def thin(
     curves: Tensor, # (steps,2,R)
     points: int,    # how many to keep
@@ -356,7 +359,7 @@ def thin(
     steps = [size * (i + 1) for i in range(len(blocks))]
     return {"steps": steps, "loss": short(blocks[:, 0]), "recall": short(blocks[:, 1])}
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-045
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-046
 def run_cell(
     task: str, # a key of `WRITES`
     name: str, # a key of `MEMORIES`
@@ -375,7 +378,7 @@ def run_cell(
     seconds = round(time.perf_counter() - begun, 2)
     return read_json(write_json(path, {"settings": settings, **found, "seconds": seconds}))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-047
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-048
 @contextmanager
 def one_thread():
     "Inside, torch computes on one thread; afterwards on as many as before."
@@ -386,7 +389,7 @@ def one_thread():
     finally:
         torch.set_num_threads(before)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-049
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-050
 def late_recall(
     cell: dict, # from `run_cell`
 ) -> float:
@@ -394,18 +397,18 @@ def late_recall(
     last = max(1, len(cell["steps"]) // 10)
     return mean(mean(row[-last:]) for row in cell["recall"])
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-050
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-051
 def best_cell(
     cells: list[dict], # of one model, one for each learning rate
 ) -> dict:
     "The cell whose learning rate did best at the end of training."
     return max(cells, key=late_recall)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-051
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-052
 SETTINGS = {"laptop": RecallConfig()}
 SCALES = tuple(SETTINGS)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-052
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-053
 def settings_for(
     scale: str, # "laptop"
 ) -> RecallConfig:
@@ -414,7 +417,7 @@ def settings_for(
         raise ValueError(f"unknown scale {scale!r} for recall; there is: {', '.join(SCALES)}")
     return SETTINGS[scale]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-053
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-054
 def run(
     scale: str,         # a name in `SCALES`
     folder: str | Path, # for finished cells and record.json
@@ -427,12 +430,13 @@ def run(
         bar = progress(grid, "recall (task, model, learning rate)")
         cells = [run_cell(*place, config, folder / "cells") for place in bar]
         record = {
-            "claim": "recall", "scale": scale, "settings": asdict(config), "results": results_of(cells, config),
+            "claim": "recall", "scale": scale, "settings": asdict(config),
+            "results": results_of(cells, config),
             "environment": environment(), "command": command_line(),
             "seconds": round(sum(cell["seconds"] for cell in cells), 1)}
     return read_json(write_json(folder / "record.json", record))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-054
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-055
 def results_of(
     cells: list[dict], # every cell of the grid
     config: RecallConfig,
@@ -445,7 +449,7 @@ def results_of(
     tasks = {task: task_results(task, mine, config) for task, mine in tasks.items()}
     return {"tasks": tasks, "chance": 1 / config.values, "parameters": sizes}
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-055
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-056
 def task_results(
     task: str, # a key of `WRITES`
     cells: dict[str, list[dict]], # model -> its cells
@@ -459,15 +463,15 @@ def task_results(
         "recall": of_best(lambda cell: cell["test"][str(config.pairs)]),
         "test": of_best(lambda cell: cell["test"]), "lr": of_best(rate),
         "curves": of_best(lambda cell: {part: cell[part] for part in ("steps", "loss", "recall")}),
-        "grid": {name: {f"{rate(cell):g}": late_recall(cell) for cell in row} for name, row in cells.items()},
+        "grid": {name: {f"{rate(c):g}": late_recall(c) for c in row} for name, row in cells.items()},
         "guess": {str(pairs): guess_level(task, pairs, config) for pairs in config.test_pairs},
     }
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-057
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-058
 NAMES = claims.NAMES | {
     "linear_attention": "linear attention", "attention_without_positions": "attention, no positions"}
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-058
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-059
 def comparisons(
     record: dict,
 ) -> list[tuple]: # (task, first, second, mean lead, its standard deviation, outcome)
@@ -482,17 +486,24 @@ def comparisons(
             rows.append((task, a, b, mean(leads), spread, outcome))
     return rows
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-061
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-060
+def verdict(
+    record: dict,
+) -> tuple[str, str]: # (ours, "holds", "mixed" or "does not hold")
+    "What the ledger says of a record: one verdict on all statements and tasks."
+    return claims.judge_recall(record)[0], claims.all_of([row[-1] for row in comparisons(record)])
+
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-063
 def _panels(
     record: dict,
 ):
     "A figure with one panel a task, one above the other."
     import matplotlib.pyplot as plt
     rows = len(record["results"]["tasks"])
-    fig, axes = plt.subplots(rows, 1, figsize=(5.6, 3.0 * rows), sharex=True, squeeze=False)
+    fig, axes = plt.subplots(rows, 1, figsize=(5.6, 3.4 * rows), sharex=True, squeeze=False)
     return fig, axes[:, 0]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-062
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-064
 def _line(
     ax,         # axes
     x,          # (points,)
@@ -506,7 +517,7 @@ def _line(
     options |= {"linestyle": "--", "label": "no positions"} if bare else {}
     plot_seeds(ax, x, runs, "attention" if bare else name, **options)
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-063
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-065
 def _draw_curves(
     record: dict,
 ):
@@ -519,11 +530,11 @@ def _draw_curves(
             _line(ax, curve["steps"], [[100 * v for v in row] for row in curve["recall"]], name)
         ax.axhline(100 * found["guess"][pairs], color=INK, linestyle=":", label="_guess")
         ax.set(ylabel="recall (%)", ylim=(0, 103), title=f"Keys {task}")
-        label_ends(ax, 0.08)
+        label_ends(ax)
     axes[-1].set_xlabel("step")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-064
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-066
 def _draw_losses(
     record: dict,
 ):
@@ -534,11 +545,11 @@ def _draw_losses(
         for name, curve in found["curves"].items():
             _line(ax, curve["steps"], curve["loss"], name)
         ax.set(ylabel="loss (nats)", ylim=(0, None), title=f"Keys {task}")
-        label_ends(ax, 0.08)
+        label_ends(ax)
     axes[-1].set_xlabel("step")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-065
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-067
 def _draw_pairs(
     record: dict,
 ):
@@ -554,11 +565,11 @@ def _draw_pairs(
         ax.plot(pairs, [100 * v for v in found["guess"].values()], ":", color=INK, label="_guess")
         ax.axvline(trained, color=INK, linewidth=0.8, linestyle="--", label="_trained")
         ax.set(ylabel="recall (%)", ylim=(0, 103), title=f"Keys {task}", xticks=pairs)
-        label_ends(ax, 0.08)
+        label_ends(ax)
     axes[-1].set_xlabel("pairs to remember")
     return fig
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-066
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-068
 def figures(
     record: dict,
 ) -> list[tuple]: # (Figure, caption)
@@ -576,7 +587,7 @@ def figures(
          f"(dashed line). The state has N = {settings['d_state']}. {band}"),
     ]
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-067
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-069
 def _percent(
     values: list[float],
 ) -> str:
@@ -584,7 +595,7 @@ def _percent(
     spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
     return f"{100 * mean(values):.1f}{spread}"
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-068
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-070
 def remembered(
     name: str,    # a key of `MEMORIES`
     config: RecallConfig,
@@ -595,7 +606,7 @@ def remembered(
         return config.pairs * (config.d_state + width)
     return width * config.d_state
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-069
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-071
 def _task_table(
     task: str,
     record: dict,
@@ -611,7 +622,7 @@ def _task_table(
     title = f"Keys {task}: recall of {config.pairs} pairs, mean ± standard deviation over seeds"
     return title, ["model", "recall (%)", "learning rate", "parameters", "numbers remembered"], rows
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-070
+# %% ../../nbs/lab/32_recall.ipynb #32_recall-072
 def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)
