@@ -366,6 +366,7 @@ def main(
     "Run a command: 0 done, 1 failed, 2 a mistake in the command line, 130 interrupted."
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("MPLBACKEND", "Agg") # figures go into files
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive") # waiting threads must not spin on a busy machine
     command = None
     try:
         if argv in (["--version"], ["-V"]):

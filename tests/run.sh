@@ -1,6 +1,8 @@
 # What `make test` runs: the notebooks, the tests, and the check that notebooks and package agree.
 # The check works on a copy, so that a failing run leaves the working tree as it was.
 set -eu
+# Notebooks run side by side: threads that wait for each other by spinning would cost minutes.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 echo "== notebooks (nbdev_test)"
 nbdev_test --n_workers 2
 echo "== tests (pytest)"
