@@ -2,6 +2,13 @@
 __version__ = "0.1.0"
 
 import importlib
+import os
+import sys
+from glob import glob
+
+# Triton asks once, when it is first imported: on a Linux machine without a GPU its kernels run in its interpreter.
+if sys.platform == "linux" and not any(map(glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Where the public names live; they load on first use, so that `longhorn --help` does not wait for PyTorch.
 _HOMES = {

@@ -81,13 +81,14 @@ class DiagonalRule:
         torch.addcmul(self.one, k_squared, self.eps[t][..., None, :], value=-1, out=gate)
         outer(self.k[t], self.u[t], out=inp)
 
-    def pull(self, t, gate, S, G):
+    def pull(self, t, gate, S, G, dk, dx, dv):
         k, eps = self.k[t], self.eps[t]
         P, kG = torch.mul(G, S, out=gate), over_states(k, G)
-        d_eps = torch.mul(self.x[t], kG).sub_(over_states(k.square(), P)).mul_(eps)  # times eps
-        shared = over_channels(eps, P).add_((d_eps * eps).sum(-1, keepdim=True))
-        dk = over_channels(self.u[t], G).sub_(shared.mul_(k).mul_(2))
-        return dk, kG.mul_(eps), d_eps.mul_(self.slope[t])
+        fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1).mul_(eps)  # -eps d eps
+        shared = over_channels(eps, P).sub_((fall[..., None, :] @ eps[..., None])[..., 0])
+        torch.sub(over_channels(self.u[t], G), shared.mul_(k), alpha=2, out=dk)
+        torch.mul(kG, eps, out=dx)
+        torch.mul(fall, self.slope[t], out=dv).neg_()
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-016
 def advance(
@@ -147,7 +148,7 @@ def elementwise_backward(
     "Gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
     (gate, G), states = carry.new_empty(2, chunk, B, N, D), carry.new_empty(chunk + 1, B, N, D)
-    grads = *(torch.empty_like(q) for _ in "qk"), *(dy.new_empty(dy.shape) for _ in "xv")
+    dq, dk, dx, dv = *(torch.empty_like(q) for _ in "qk"), *(dy.new_empty(dy.shape) for _ in "xv")
     for i in reversed(range(marks.shape[0])):
         t = slice(i * chunk, min(i * chunk + chunk, q.shape[0]))
         L = t.stop - t.start
@@ -155,10 +156,9 @@ def elementwise_backward(
         rule.fill(t, gate[:L], states[1 : L + 1])
         advance(gate[:L], states[1 : L + 1], states[0])
         retreat(gate[:L], outer(q[t], dy[t], out=G[:L]), carry)
-        dq = over_channels(dy[t], states[1 : L + 1])
-        for whole, part in zip(grads, (dq, *rule.pull(t, gate[:L], states[:L], G[:L]))):
-            whole[t] = part
-    return grads
+        dq[t] = over_channels(dy[t], states[1 : L + 1])
+        rule.pull(t, gate[:L], states[:L], G[:L], dk[t], dx[t], dv[t])
+    return dq, dk, dx, dv
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-024
 def without_autocast(
@@ -209,15 +209,16 @@ class DecoupledRule:
         outer(self.k[t].square(), self.beta[t], out=gate).add_(1).reciprocal_()
         outer(self.k[t], self.u[t], out=inp).mul_(gate)
 
-    def pull(self, t, gate, S, G):
+    def pull(self, t, gate, S, G, dk, dx, dv):
         k, beta, u = self.k[t], self.beta[t], self.u[t]
         aG = gate * G
         du = over_states(k, aG)
         written = S + outer(k, u, out=torch.empty_like(G))
         W = gate.mul_(aG).mul_(written).neg_()   # gradient of beta k_n^2
         d_beta = torch.mul(self.x[t], du).add_(over_states(k.square(), W))
-        dk = over_channels(u, aG).add_(over_channels(beta, W).mul_(k).mul_(2))
-        return dk, du.mul_(beta), d_beta.mul_(beta).mul_(1 - beta)
+        torch.add(over_channels(u, aG), over_channels(beta, W).mul_(k), alpha=2, out=dk)
+        torch.mul(du, beta, out=dx)
+        torch.mul(d_beta.mul_(beta), 1 - beta, out=dv)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-032
 class S6Rule:
@@ -236,11 +237,12 @@ class S6Rule:
         self.dA += (P * self.delta[t][..., None, :]).sum((0, 1)).mT
         return (P * self.rates).sum(2)
 
-    def pull(self, t, gate, S, G):
+    def pull(self, t, gate, S, G, dk, dx, dv):
         du = over_states(self.k[t], G)
-        d_delta = self.exponent(t, gate.mul_(S).mul_(G)).add_(self.x[t] * du)
-        d_delta.mul_(torch.sigmoid(self.v[t]))
-        return over_channels(self.u[t], G), du.mul_(self.delta[t]), d_delta
+        d_delta = self.exponent(t, gate.mul_(S).mul_(G)).addcmul_(self.x[t], du)
+        torch.mul(d_delta, torch.sigmoid(self.v[t]), out=dv)
+        torch.mul(du, self.delta[t], out=dx)
+        dk.copy_(over_channels(self.u[t], G))
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-033
 class TimedS6Rule(S6Rule):
