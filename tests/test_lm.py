@@ -419,7 +419,7 @@ def test_official_code_has_no_such_model(options):
     (dict(d_model=16.0), "d_model is 16.0; expected an integer"),
     (dict(n_layer=True), "n_layer is True; expected an integer"),
     (dict(d_mlp=-4), "d_mlp is -4; expected an integer"),
-    (dict(dropout=1.0), "dropout is 1.0; expected a number of at least 0 and below 1"),
+    (dict(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
     (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"),
     (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
     (dict(mixer_options=[8]), r"mixer_options is \[8\]; expected a dict"),

@@ -63,8 +63,8 @@ def check_config(config):
         check_size(name, getattr(config, name))
     for name in ("dropout", "norm_eps"):
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a number of at least 0 and below 1")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value!r}; expected a number from 0 to 1")
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
         if not isinstance(getattr(config, name), kind):
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected a {kind.__name__}")

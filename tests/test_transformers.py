@@ -1,0 +1,178 @@
+"The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.models.transformers import (
+    LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
+
+
+def make(mixer="longhorn_exact", **options):
+    torch.manual_seed(1)
+    return SequenceLM(LMConfig(50, 24, 2, mixer=mixer, **options)).eval()
+
+
+def padded(*lengths, side="left", seed=0):
+    "Prompts of these lengths in one batch, their mask, and the prompts alone."
+    generator = torch.Generator().manual_seed(seed)
+    alone = [torch.randint(50, (1, length), generator=generator) for length in lengths]
+    fill = [(max(lengths) - n, 0) if side == "left" else (0, max(lengths) - n) for n in lengths]
+    pad = lambda t, by, value: torch.nn.functional.pad(t, by, value=value)
+    tokens = torch.cat([pad(t, by, 7) for t, by in zip(alone, fill)])
+    mask = torch.cat([pad(torch.ones_like(t), by, 0) for t, by in zip(alone, fill)])
+    return tokens, mask, alone
+
+
+@pytest.mark.parametrize("mixer", (*RECURRENT, "attention"))
+@pytest.mark.parametrize("tied", (True, False))
+def test_logits_and_gradients_are_those_of_the_kit(mixer, tied):
+    lm = make(mixer, tie_embeddings=tied, d_mlp=32)
+    hf, tokens = to_transformers(lm), torch.randint(50, (2, 9))
+    out = hf(tokens, labels=tokens)
+    logits, loss = lm(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(out.logits[:, :-1], logits)
+    torch.testing.assert_close(out.loss, loss)
+    out.loss.backward()
+    loss.backward()
+    for name, parameter in lm.named_parameters():
+        ours = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
+        torch.testing.assert_close(ours.grad, parameter.grad, msg=name)
+    back = from_transformers(hf)
+    assert all(torch.equal(a, b) for a, b in zip(lm.state_dict().values(), back.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
+    hf = to_transformers(make(mixer))
+    tokens, mask, alone = padded(3, 8, 3, 5, side=side)
+    for keep in (True, False):
+        out = hf(tokens, attention_mask=mask, use_cache=keep)
+        for row, prompt in zip(range(4), alone):
+            torch.testing.assert_close(out.logits[row][mask[row].bool()], hf(prompt).logits[0])
+    for layer, single in zip(out.past_key_values.layers if keep else hf(tokens, mask).past_key_values.layers,
+                             hf(alone[1]).past_key_values.layers):
+        torch.testing.assert_close(layer.state.S[1:2], single.state.S)
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer):
+    hf, lm = to_transformers(make(mixer)), make(mixer)
+    tokens, mask, alone = padded(4, 9, 6)
+    together = hf.generate(tokens, attention_mask=mask, max_new_tokens=7, do_sample=False)
+    for row, prompt in enumerate(alone):
+        own = lm.generate(prompt, 7, temperature=0)
+        assert torch.equal(together[row, 9:], own[0, -7:])
+
+
+@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+def test_beams_follow_their_states(mixer):
+    hf, prompt = to_transformers(make(mixer)), torch.randint(50, (2, 6))
+    options = dict(max_new_tokens=6, num_beams=4, do_sample=False, num_return_sequences=2)
+    with_cache = hf.generate(prompt, **options)
+    without = hf.generate(prompt, use_cache=False, **options)
+    assert torch.equal(with_cache, without)
+
+
+def test_a_cache_goes_on_over_several_calls():
+    hf, tokens = to_transformers(make()), torch.randint(50, (2, 12))
+    whole = hf(tokens).logits
+    cache, pieces = None, []
+    for part in tokens.split((5, 1, 6), dim=1):
+        out = hf(part, past_key_values=cache, use_cache=True)
+        cache, pieces = out.past_key_values, pieces + [out.logits]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    assert cache.get_seq_length() == 12
+
+
+def test_sampled_continuations_repeat_the_prompts_state():
+    hf, prompt = to_transformers(make()), torch.randint(50, (1, 5))
+    torch.manual_seed(0)
+    out = hf.generate(prompt, max_new_tokens=4, do_sample=True, num_return_sequences=3)
+    assert out.shape == (3, 9) and torch.equal(out[:, :5], prompt.expand(3, 5))
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 10))
+    hf(tokens, labels=tokens).loss.backward()
+    expected = [p.grad.clone() for p in hf.parameters()]
+    hf.zero_grad()
+    hf.gradient_checkpointing_enable()
+    hf(tokens, labels=tokens).loss.backward()
+    for a, p in zip(expected, hf.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, a)
+
+
+def test_trainer_trains_it(tmp_path):
+    hf = to_transformers(make())
+    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(32)]
+    arguments = TrainingArguments(tmp_path, max_steps=12, per_device_train_batch_size=8, learning_rate=1e-2,
+                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, logging_steps=1)
+    trainer = Trainer(hf, arguments, train_dataset=data)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
+    hf = to_transformers(make())
+    state = {name: t for name, t in hf.state_dict().items() if "blocks.1" not in name and name != "lm_head.weight"}
+    hf.save_pretrained(tmp_path, state_dict=state)
+    again = LonghornForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in again.named_parameters():
+        assert torch.isfinite(parameter).all(), name
+        if "blocks.1" not in name:
+            assert torch.equal(parameter, hf.get_parameter(name))
+    fresh = again.model.blocks[1].mixer
+    assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip)) and fresh.in_proj.weight.std() > 0.05
+
+
+def test_an_exported_folder_loads_without_an_import_of_the_kit(tmp_path):
+    lm, tokens = make("longhorn", mixer_options={"d_state": 8}), torch.arange(6)[None]
+    export_folder(lm, tmp_path / "model")
+    script = f"""
+import torch, sys
+try:
+    import torchvision
+except Exception: # an extension built for another PyTorch
+    sys.modules["torchvision"] = None
+from transformers import AutoModelForCausalLM
+assert "longhorn_kit" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
+torch.save(model(torch.arange(6)[None]).logits.detach(), {str(tmp_path / "logits.pt")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if "torchvision" in done.stderr:
+        pytest.skip("torchvision does not fit this PyTorch, so transformers cannot be imported before the kit")
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), lm(tokens))
+
+
+def test_auto_classes_know_the_model(tmp_path):
+    to_transformers(make("mamba")).save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), LonghornConfig)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and model.config.mixer == "mamba"
+    assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
+
+
+def test_bad_input_is_one_line():
+    hf = to_transformers(make())
+    with pytest.raises(ValueError, match="attention_mask has a gap"):
+        spans(torch.tensor([[1, 0, 1]]), 3, True)
+    with pytest.raises(ValueError, match="tokens has values from 0 to 50; expected 0 to 49"):
+        hf(torch.tensor([[0, 50]]))
+    with pytest.raises(ValueError, match="one of the two"):
+        hf()
+    with pytest.raises(ValueError, match="known mixers"):
+        LonghornForCausalLM(LonghornConfig(mixer="rnn"))
+    tokens, mask, _ = padded(3, 5)
+    with pytest.raises(ValueError, match="prompts of one length at a time"):
+        to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
