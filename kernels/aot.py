@@ -2,11 +2,14 @@
 
     python kernels/aot.py                            # table: kernel, target, registers, spills, shared memory
     python kernels/aot.py --target sm_90 --what portable --sass DIR
+    python kernels/aot.py --what fast --out kernels/results/sm_90.json     # the record that notebook 16_speed reads
 
 The launchers run on meta tensors while every launch is recorded instead of made; each recorded launch is then compiled
-for the target (sm_80, sm_90, sm_100, gfx942).
+for the target (sm_80, sm_90, sm_100, gfx942). For a record (--out) the instructions of the main loop of the kernels in
+TURNS are counted too: a scheduler issues at most one warp instruction a cycle, whatever the instruction does.
 """
 import argparse
+import collections
 import importlib
 import json
 import os
@@ -27,6 +30,11 @@ from triton.runtime.jit import JITFunction
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+# kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 if there is none)
+TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
+         "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
+KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
+             shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
 
 
@@ -89,6 +97,44 @@ def usage(built, target):
         text = tool("-res-usage", path)
     registers, stack = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK"))
     return dict(registers=registers, spill=stack, shared=built.metadata.shared)
+
+
+def disassemble(built):
+    "The machine code of a kernel for NVIDIA as (address, operation, target of a jump or None)."
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(built.asm["cubin"])
+        text = tool("--dump-sass", path)
+    found = []
+    for address, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.M):
+        words = re.sub(r"^@!?U?P\w+\s+", "", line).split()
+        jump = re.search(r"0x([0-9a-f]+)", line) if words[0].startswith("BRA") else None
+        found.append((int(address, 16), words[0].split(".")[0], jump and int(jump[1], 16)))
+    return found
+
+
+def loop_count(launch, built):
+    """Instructions in the main loop, by kind, for one step of one warp's 32 channels; None for a kernel not in TURNS.
+
+    A channel spread over two warps counts twice, as it is issued twice."""
+    kernel, args, kwargs = launch
+    if kernel.__name__ not in TURNS:
+        return None
+    code, (steps, inner_turns) = disassemble(built), TURNS[kernel.__name__]
+    loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
+    begin, end = loops[0]
+    inside = [l for l in loops[1:] if begin <= l[0] and l[1] <= end]
+    if len(inside) != (inner_turns > 1):
+        raise SystemExit(f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise")
+    count = collections.Counter()
+    for at, operation, _ in code:
+        if begin <= at <= end:
+            count[operation] += inner_turns if inside and inside[0][0] <= at <= inside[0][1] else 1
+    names = dict(zip(kernel.arg_names, args)) | kwargs
+    scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
+    kinds = {kind: round(scale * sum(count[o] for o in operations), 2) for kind, operations in KINDS.items()}
+    total = round(scale * sum(count.values()), 2)
+    return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
 
 
 def tool(*args):
@@ -155,6 +201,7 @@ def cases(what):
             yield f"fast {form} bare", fast_launches(form, z=False, state=False)
         yield "fast exact odd T", fast_launches("exact", T=2041)
         yield "fast exact odd D", fast_launches("exact", D=2040)
+        yield "fast diagonal N=32", fast_launches("diagonal", N=32)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
 
@@ -166,7 +213,9 @@ def main():
     parser.add_argument("--only", default="", help="regular expression that the case's name must contain")
     parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of the table")
+    parser.add_argument("--out", type=pathlib.Path, help="record to write")
     args = parser.parse_args()
+    rows = []
     for name, launches in cases(args.what):
         if not re.search(args.only, name):
             continue
@@ -176,6 +225,9 @@ def main():
                     continue
                 built, used = build(launch, target)
                 row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used)
+                if args.out and not target.startswith("gfx"):
+                    row["instructions_per_step"] = loop_count(launch, built)
+                rows.append(row)
                 print(json.dumps(row) if args.json else
                       f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {used['registers']:>3}  "
                       f"spilled {used['spill']:>4} B  shared {used['shared']:>6} B", flush=True)
@@ -186,6 +238,21 @@ def main():
                     cubin.write_bytes(built.asm["cubin"])
                     (args.sass / f"{stem}.sass").write_text(tool("--dump-sass", cubin))
                     (args.sass / f"{stem}.ttgir").write_text(built.asm.get("ttgir", ""))
+    if args.out:
+        write_record(args.out, rows)
+
+
+def write_record(path, rows):
+    "The rows with what they depend on, one row a line."
+    from longhorn_kit.lab.records import commit_of_kit
+
+    about = dict(triton=triton.__version__, commit=commit_of_kit(), command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),
+                 unit="instructions_per_step: warp instructions of the main loop for one step of 32 channels")
+    head = json.dumps(about, indent=1)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    part = path.with_suffix(".part")
+    part.write_text(f"{head[:-2]},\n \"rows\": [\n{lines}\n ]\n}}\n")
+    os.replace(part, path)
 
 
 if __name__ == "__main__":

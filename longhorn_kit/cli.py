@@ -6,7 +6,7 @@
 __all__ = ['Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims', 'chosen_claims',
            'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim', 'finished_records',
            'Reproduce', 'model_folder', 'stream_text', 'generate_from', 'Generate', 'known', 'train_from', 'TrainLM',
-           'parse', 'fail', 'main']
+           'TrainVision', 'parse', 'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -71,13 +71,14 @@ class Claims:
 
 # %% ../nbs/cli.ipynb #cli-014
 def chosen_claims(
-    names: tuple[str, ...], # what was typed; nothing means every claim that runs at this scale
+    names: tuple[str, ...], # what was typed; nothing means every claim of this scale but the longest
     scale: str,             # "laptop", "gpu" or "paper"
 ) -> list[Claim]:
     "The claims to run; `UsageError` for an unknown name, ValueError where there is no such run."
     possible, listed = runnable(scale), lambda scale: ", ".join(c.name for c in runnable(scale))
+    unasked = [claim for claim in possible if scale not in claim.by_name]
     try:
-        claims = [find_claim(name) for name in dict.fromkeys(names)] or possible
+        claims = [find_claim(name) for name in dict.fromkeys(names)] or unasked
     except ValueError as error:
         raise UsageError(error) from None
     for claim in claims:
@@ -180,7 +181,7 @@ Scale = Literal["laptop", "gpu", "paper"]
 @dataclass
 class Reproduce:
     "Run claims of the paper again and write a report page."
-    claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to run; by default all at this scale
+    claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to run; by default the quick ones of this scale
     scale: Scale = "laptop" # laptop: CPU, minutes; gpu: one GPU; paper: the full recipe
     out: str = "runs"       # folder for runs and report
     fresh: bool = False     # run again what is finished (the earlier run is moved aside)
@@ -324,13 +325,41 @@ class TrainLM:
         train_from(self)
 
 # %% ../nbs/cli.ipynb #cli-046
-COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate}
+@dataclass
+class TrainVision:
+    "Train a vision model; the same command continues an interrupted run."
+    preset: str              # imagenet-vim-tiny, imagenet-vim-small, cifar10 or digits
+    out: str                 # folder of the run
+    data: str | None = None  # a folder with train and val, hf:NAME or wds:FOLDER; by default the preset's
+    model: str | None = None # a name of timm's, such as longhorn_exact_vim_tiny_patch16_224
+    epochs: int | None = None     # passes over the training images
+    batch_size: int | None = None # images a step, over all GPUs
+    accumulate: int | None = None # parts a step is cut into, to save memory
+    lr: float | None = None       # highest learning rate
+    weight_decay: float | None = None # decoupled
+    drop_path: float | None = None    # stochastic depth
+    precision: Literal["no", "bf16"] | None = None # no: float32
+    seed: int | None = None       # of weights, order and augmentation
+    workers: int | None = None    # processes that load images, for each GPU
+
+    interrupted = "interrupted; the same command goes on from the last finished epoch"
+
+    def __call__(self):
+        from longhorn_kit.lab.vision_runs import train_vision
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        found = train_vision(given.pop("preset"), out=given.pop("out"), **given)
+        print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
+              f"of {found['images']:,} images, {found['skipped']} skipped")
+
+# %% ../nbs/cli.ipynb #cli-048
+COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate,
+            "train-vision": TrainVision}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
            tyro.conf.DisallowNone)
 
-# %% ../nbs/cli.ipynb #cli-048
+# %% ../nbs/cli.ipynb #cli-050
 def parse(
     argv: list[str], # the words after `longhorn`
 ):
@@ -348,7 +377,7 @@ def parse(
             return None
         raise UsageError(complaint(box.getvalue())) from None
 
-# %% ../nbs/cli.ipynb #cli-050
+# %% ../nbs/cli.ipynb #cli-052
 def fail(
     message: str,
     code: int, # exit code
@@ -359,7 +388,7 @@ def fail(
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code
 
-# %% ../nbs/cli.ipynb #cli-051
+# %% ../nbs/cli.ipynb #cli-053
 def main(
     argv: list[str] | None = None, # the words after `longhorn`; by default the command line's
 ) -> int:                          # exit code
@@ -385,7 +414,7 @@ def main(
             raise
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
-# %% ../nbs/cli.ipynb #cli-053
+# %% ../nbs/cli.ipynb #cli-055
 #| eval: false
 if __name__ == "__main__":
     sys.exit(main())

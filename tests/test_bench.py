@@ -1,15 +1,19 @@
-"""The CPU benchmark: no time is printed on a wrong result, and what it writes can be repeated."""
-import importlib.util
+"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs without a GPU."""
+import importlib
 import json
+import math
 import pathlib
+import sys
 
 import pytest
 import torch
 
-spec = importlib.util.spec_from_file_location("bench", pathlib.Path(__file__).parent.parent / "kernels" / "bench.py")
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
+KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
+sys.path.insert(0, str(KERNELS))
+bench, bench_cpu = importlib.import_module("bench"), importlib.import_module("bench_cpu")
 SMALL = ["--shape", "1,9,3", "--state", "2", "--rounds", "2"]
+INTERPRET = ["--device", "interpret", "--shape", "1,9,8", "--state", "2", "--form", "diagonal"]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +25,15 @@ def threads():
 
 def test_a_wrong_scan_prints_no_time_and_fails(monkeypatch, capsys, tmp_path):
     def wrong(*inputs, form):
-        return bench.chunked_scan(*inputs, form=form)[0] * 1.001
-    monkeypatch.setitem(bench.CANDIDATES, "chunked", wrong)
+        return bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001
+    monkeypatch.setitem(bench_cpu.CANDIDATES, "chunked", wrong)
     assert bench.main([*SMALL, "--form", "exact", "--out", str(tmp_path / "cpu.json")]) == 1
     printed = capsys.readouterr().out
     assert "WRONG chunked, exact" in printed and "ms" not in printed and not list(tmp_path.iterdir())
 
 
 def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "memory", lambda *a: 1.0)
+    monkeypatch.setattr(bench_cpu, "memory", lambda *a: 1.0)
     file = tmp_path / "cpu.json"
     assert bench.main([*SMALL, "--form", "diagonal", "--out", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -43,3 +47,76 @@ def test_a_bad_shape_is_one_line(shape, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["--shape", shape])
     assert stop.value.code == 2 and "expected B,T,D as in 4,256,512" in capsys.readouterr().err
+
+
+@without_gpu
+def test_without_a_gpu_the_gpu_side_says_so():
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench.main(["--device", "cuda"])
+
+
+@without_gpu
+def test_a_wrong_kernel_prints_no_time_and_fails(monkeypatch, capsys, tmp_path):
+    gpu = importlib.import_module("bench_gpu")
+    right = gpu.by_kernels
+    monkeypatch.setattr(gpu, "by_kernels", lambda *a: tuple(t * 1.1 for t in right(*a)))
+    assert bench.main([*INTERPRET, "--out", str(tmp_path / "gpu.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed and "% of" not in printed and not list(tmp_path.iterdir())
+
+
+@without_gpu
+def test_the_gpu_side_writes_rows_with_times_floors_and_versions(tmp_path):
+    file = tmp_path / "gpu.json"
+    assert bench.main([*INTERPRET, "--commit", "abc", "--out", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["commit"] == "abc" and found["triton"] and found["seed"] == 0 and "--device interpret" in found["command"]
+    (row,) = found["rows"]
+    assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["forward_share"] and row["kept_bytes_per_x"] > 0
+    assert found["worst_error"] == {"diagonal portable bfloat16": pytest.approx(0, abs=6e-3)}
+
+
+@without_gpu
+def test_every_case_is_in_a_section_and_peers_match_their_oracles():
+    gpu = importlib.import_module("bench_gpu")
+    found = list(gpu.cases())
+    assert {c.section for c in found} | {"peers", "decode"} == set(bench.SECTIONS) and len(set(found)) == len(found)
+    for peer in gpu.PEERS:
+        if peer.package == "torch":
+            errors = gpu.peer_errors(peer, (2, 9, 4), seed=0)
+            assert not gpu.wrong(errors, gpu.PEER_TOLERANCE), (peer.name, errors)
+
+
+@without_gpu
+def test_the_delta_rule_oracle_is_the_exact_recurrence():
+    gpu, peers = importlib.import_module("bench_gpu"), importlib.import_module("peers")
+    a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
+    a = {n: None if t is None else t.double() for n, t in a.items()}
+    rate = 1 / (1 + a["k"].square().sum(-1, keepdim=True) + torch.exp(-a["b"] - a["b_bias"]))
+    found = peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0] + a["D_skip"] * a["x"]
+    torch.testing.assert_close(found, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0])
+
+
+def test_an_error_that_is_no_number_is_wrong():
+    gpu = importlib.import_module("bench_gpu")
+    errors = gpu.errors_of(dict(a=torch.tensor([math.nan])), dict(a=torch.ones(1)))
+    assert gpu.wrong(errors, 1.0) == {"a": math.inf}
+
+
+def test_the_tables_of_the_readme_are_what_the_records_say():
+    table = importlib.import_module("table")
+    assert table.readme() == (KERNELS / "README.md").read_text(encoding="utf-8"), "run python kernels/table.py"
+
+
+def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
+    gpu = importlib.import_module("bench_gpu")
+    text = " ".join((KERNELS / "README.md").read_text(encoding="utf-8").split())
+    for name in ("official_longhorn_cuda", "mamba_cuda"):
+        for forward, backward in gpu.ANCHORS[name].values():
+            assert f"{forward:g} / {backward:g}" in text.replace("2.70", "2.7")
+
+
+def test_a_table_is_rewritten_from_its_record_and_nothing_else_moves():
+    table = importlib.import_module("table")
+    text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
+    assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")

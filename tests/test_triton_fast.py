@@ -44,6 +44,31 @@ def test_parity_of_exact_with_more_states(N):
     assert_close(errors(2, 100, 72, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
 
 
+@pytest.mark.parametrize("N", (16, 64))
+def test_exact_at_ragged_ends(N):
+    "Sequences shorter than a chunk, of just one, and a last channel block with 8 of 32."
+    assert_close(errors(1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5), BF16)
+
+
+@pytest.mark.parametrize("N", (3, 17, 32, 40, 64, 100, 128))
+def test_parity_of_diagonal_with_more_states(N):
+    "One segment and several, ragged in time and channels."
+    for shape in ((2, 100, 72, N), (1, 1100, 40, N)):
+        assert_close(errors(*shape, "diagonal", dtype=BF16, key_scale=2 * N**-0.5), BF16)
+    assert_close(errors(2, 43, 40, N, "diagonal", dtype=FP32, key_scale=2 * N**-0.5), FP32, factor=2)
+
+
+@pytest.mark.parametrize("N", (32, 100))
+def test_packed_diagonal_with_more_states_is_bit_identical_to_alone(N):
+    bounds = [0, 1, 1, 300, 1500, 1600]
+    a, dout, dfinal = inputs(1, 1600, 72, N, "diagonal", dtype=BF16, sequences=5, key_scale=2 * N**-0.5)
+    out, final, grads = kernels(a, dout, dfinal, "diagonal", bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, "diagonal", i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], "diagonal")
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
+        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_accuracy_within_is_that_of_float32(form):
     "bfloat16 keys and queries, everything else float32: what the products of split halves lose is below 1e-4."

@@ -2,23 +2,19 @@
 
     python kernels/variants/plans.py [--out FILE.json]      # about two minutes on an H200
 
-Each variant is checked against the default plan before it is timed (forward / backward, ms, as in kernels/scan_times.py).
+Each variant is checked against the default plan before it is timed (forward / backward, ms, as in kernels/bench.py).
 """
 import argparse
 import dataclasses
 import json
 import pathlib
-import sys
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 import torch
 import triton
 from triton.testing import do_bench
 
-from longhorn_kit.scan import triton_diagonal, triton_op
-from scan_times import SHAPES, inputs
+from shared import SHAPES, inputs
+from longhorn_kit.scan import triton_op
 
 PORTABLE = [dict(segment=0), dict(segment=128), dict(segment=512), dict(block=16), dict(block=32), dict(block=64),
             dict(checkpoint_every=4), dict(checkpoint_every=16), dict(checkpoint_every=32)]
@@ -33,9 +29,8 @@ def run(plan, backward_plan, forward, backward, a, dout):
 
 def measure(shape, form, path, change):
     "Largest relative difference from the default plan, and milliseconds (forward, backward)."
-    torch.manual_seed(0)
-    a, _, dout, _ = inputs(*SHAPES[shape], form)
     B, T, D, N = SHAPES[shape]
+    a, _, dout, _ = inputs(*SHAPES[shape], form)
     if path == "portable":
         plan, forward, backward = triton_op._path_kernels("portable", form)
         make = lambda way, **kw: triton_op.portable_plan(form, B, T, D, N, direction=way, **kw)

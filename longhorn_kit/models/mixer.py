@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..scan.op import FORMS, longhorn_scan, longhorn_step
+from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-021
@@ -124,11 +125,7 @@ def causal_conv(
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
 ) -> tuple:              # silu of the convolution (B,T,D), and the last W-1 inputs (B,D,W-1)
     "Causal depthwise convolution with SiLU, and what the next call needs to go on."
-    width, steps = weight.shape[-1], x.shape[1]
-    x = x.transpose(1, 2)
-    x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
-    y = F.conv1d(x, weight, bias, groups=len(weight)) if steps else x[..., width - 1:]
-    return F.silu(y).transpose(1, 2), x[..., steps:].clone()
+    return causal_conv1d(x, weight, bias, initial_state=past, output_final_state=True)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-034
 class ScanCache(NamedTuple):
@@ -156,8 +153,18 @@ class ScanProjections(Mixer):
         "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past."
         x, z = self.in_proj(h).chunk(2, -1)
         x, past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past)
+        return *self.address(x), z, past
+
+    def project_step(self, h_t, past, inplace=False):
+        "The same for one token: (B,d_model) -> q, k (B,N), x, z (B,d_inner), low (B,rank) and the new past."
+        x, z = self.in_proj(h_t).chunk(2, -1)
+        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
+        return *self.address(x), z, past
+
+    def address(self, x):
+        "Values (..,d_inner) -> q, k (..,N), the values, and low (..,rank)."
         low, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
-        return q, k, x, low, z, past
+        return q, k, x, low
 
     def empty_cache(self, batch_size, device=None, dtype=None):
         weight = self.out_proj.weight
@@ -177,11 +184,11 @@ class ScanMixer(ScanProjections):
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None
 
-    def step(self, x_t, cache):
-        "The next token (B,d_model) -> output (B,d_model) and the cache after it."
-        *inputs, past = self.project(check_stream(x_t, 2, self.d_model)[:, None], cache.conv)
-        y, S = self.scan_step(*(tensor[:, 0] for tensor in inputs), cache.S)
-        return self.out_proj(y), ScanCache(past, S)
+    def step(self, x_t, cache, inplace=False):
+        "The next token (B,d_model) -> output (B,d_model) and the cache after it: `cache` itself if `inplace`."
+        *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model), cache.conv, inplace)
+        y, S = self.scan_step(*inputs, cache.S, **({"inplace": True} if inplace else {}))
+        return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-039
 class StepSize(nn.Linear):
@@ -224,9 +231,9 @@ class Longhorn(ScanMixer):
     def scan(self, q, k, x, low, z, **options):
         return longhorn_scan(q, k, x, *self.b_proj(low), self.D_skip, z, form=self.form, **options)
 
-    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S):
+    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S, **options):
         b_t, b_bias = self.b_proj(low_t)
-        return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form)
+        return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
 
     def rates(self, x):
         "Keys (B,T,N), step sizes and effective rates (B,T,d_inner) that inputs (B,T,d_model) lead to."

@@ -45,10 +45,28 @@ def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-026
 @gluon.jit
-def _halves(v, LAYOUT: gl.constexpr):
+def _split(v):
     # v = high + low in bfloat16; the high half by truncation, so that it costs one instruction and is exact.
     high = (v.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return gl.convert_layout(high.to(gl.bfloat16), LAYOUT), gl.convert_layout((v - high).to(gl.bfloat16), LAYOUT)
+    return high.to(gl.bfloat16), (v - high).to(gl.bfloat16)
+
+
+@gluon.jit
+def _halves(v, LAYOUT: gl.constexpr):
+    high, low = _split(v)
+    return gl.convert_layout(high, LAYOUT), gl.convert_layout(low, LAYOUT)
+
+
+@gluon.jit
+def _store_rows(ptr, offsets, value, t, left, columns, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr):
+    # Only a sequence's last chunk lacks rows: a branch there costs fewer registers than a predicate a row everywhere.
+    if RAGGED_T:
+        if left >= 16:
+            _store(ptr, offsets, value, columns, RAGGED_D)
+        else:
+            _store(ptr, offsets, value, columns & (t < left), True)
+    else:
+        _store(ptr, offsets, value, columns, RAGGED_D)
 
 
 @gluon.jit
@@ -93,7 +111,7 @@ def _exact_fwd_kernel(
         gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
         else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16
         else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
-    keys: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
@@ -292,11 +310,15 @@ def _exact_bwd_kernel(
         gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32
         else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0]))
     by_channel: gl.constexpr = (
-        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16
-        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
-    states: gl.constexpr = by_channel if N == 16 else gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
-    keys: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [2, 0], [1, 8], [4, 4], [8, 8], [18, 0]]) if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
+    states: gl.constexpr = (
+        gl.SwizzledSharedLayout(4, 2, 4, [1, 0]) if N > 16
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
+    keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
+    halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
+    halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
@@ -310,22 +332,24 @@ def _exact_bwd_kernel(
     mD = dT[None, :] < D
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
     dC = (pd * BD + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    oX = tC * sx + dC
-    oB = tC * sb + dC
-    oZ = tC * sz + dC
-    oG = tC * sg + dC
+    tR = gl.minimum(tC, length - 1) if RAGGED_T else tC        # the loop copies full chunks, or the only chunk again
+    oX = tR * sx + dC
+    oB = tR * sb + dC
+    oZ = tR * sz + dC
+    oG = tR * sg + dC
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
-    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    oK = (gl.minimum(tK, length - 1) if RAGGED_T else tK) * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
     dS = pd * BD + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     nS = gl.arange(0, N, gl.SliceLayout(0, MMA))
     oS = dS[:, None] * N + nS[None, :]
     mS = dS[:, None] < D
     dR = (pd * BD + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
+    dR = gl.minimum(dR, D - 1) if RAGGED_D else dR             # channels beyond D: any state will do, their dY and W are 0
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
-    mR = dR < D
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
+    all_states = nS[None, :] < N
     causal = iM[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
     rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
     rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
@@ -343,7 +367,21 @@ def _exact_bwd_kernel(
     s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2)
     s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
     s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    s_G = gl.allocate_shared_memory(gl.float32, [BD, N], states)
+    d_high = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
+    d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
+    u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
+    u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
+    w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
+    w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
+    g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
+    g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
+    # read in every chunk: from global memory this waited longer than any other instruction
+    s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if HAS_BIAS:
+        s_bias.store(_load(bias, dT, dT < D, RAGGED_D).to(gl.float32))
+    if HAS_SKIP:
+        s_skip.store(_load(skip, dT, dT < D, RAGGED_D).to(gl.float32))
     zU = gl.zeros([BD, C], gl.float32, LANE)
     zC = gl.zeros([C, C], gl.float32, MMA)
     zN = gl.zeros([C, N], gl.float32, MMA)
@@ -375,7 +413,7 @@ def _exact_bwd_kernel(
         _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
         _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
-        _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mR, RAGGED_D)
+        _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
     abi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
     ads = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
@@ -386,23 +424,21 @@ def _exact_bwd_kernel(
         cn = gl.maximum(c - (NS - 1), 0)
         sn = (i_ + NS - 1) % NS
         c64 = cn.to(gl.int64) * C
-        mT = _mask(tC < length - cn * C, mC, RAGGED_T, RAGGED_D)
-        mK = tK < length - cn * C
-        _copy(rx.index(sn), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(rb.index(sn), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(rx.index(sn), x + c64 * sx, oX, mC, RAGGED_D)
+        _copy(rb.index(sn), b + c64 * sb, oB, mC, RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(sn), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
-        _copy(rg.index(sn), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
-        _copy(rk.index(sn), k + c64 * N, oK, mK, RAGGED_T)
-        _copy(rq.index(sn), q + c64 * N, oK, mK, RAGGED_T)
-        _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mR, RAGGED_D)
+            _copy(rz.index(sn), z + c64 * sz, oZ, mC, RAGGED_D)
+        _copy(rg.index(sn), g + c64 * sg, oG, mC, RAGGED_D)
+        _copy(rk.index(sn), k + c64 * N, oK, mC, False)
+        _copy(rq.index(sn), q + c64 * N, oK, mC, False)
+        _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
         bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         if HAS_BIAS:
-            bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
+            bi = s_bias.load(gl.SliceLayout(0, TILE))[None, :]
         if HAS_SKIP:
-            ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
+            ds = s_skip.load(gl.SliceLayout(0, TILE))[None, :]
         sk = rk.index(s)
         sq = rq.index(s)
         sS = rS.index(s)
@@ -425,6 +461,9 @@ def _exact_bwd_kernel(
         else:
             s_e.store(_reciprocal(ea))
         s_dy.store(dy)
+        dh, dl = _split(dy)
+        d_high.store(dh)
+        d_low.store(dl)
         ads += gl.sum(dy * xf, 0)
         kT = sk.permute((1, 0)).load(RIGHT)
         qT = sq.permute((1, 0)).load(RIGHT)
@@ -436,12 +475,14 @@ def _exact_bwd_kernel(
         Gh, Gl = _halves(G, LEFT)
         V = mma_v2(Gl, kT, zD)
         V = mma_v2(Gh, kT, V)
-        Dh, Dl = _halves(s_dy.permute((1, 0)).load(LEFT), LEFT)
+        Dh = d_high.permute((1, 0)).load(LEFT)
+        Dl = d_low.permute((1, 0)).load(LEFT)
         Bh, Bl = _halves(QK, RIGHT)
         V = mma_v2(Dl, Bh, V)
         V = mma_v2(Dh, Bl, V)
         s_w.store(mma_v2(Dh, Bh, V))
-        s_G.store(G)
+        g_high.store(Gh)
+        g_low.store(Gl)
         acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
         bac = _columns(s_w.load(LANE), BD)
         es = _columns(s_e.permute((1, 0)).load(LANE), BD)
@@ -468,10 +509,19 @@ def _exact_bwd_kernel(
                         nb = nb + (bac[i],)
                 acc = na
                 bac = nb
-        s_u.store(_from_columns(us, BD, LANE))
-        s_w.store(_from_columns(ws, BD, LANE))
+        u = _from_columns(us, BD, LANE)
+        w = _from_columns(ws, BD, LANE)
+        s_u.store(u)
+        s_w.store(w)
+        uh, ul = _split(u)
+        u_high.store(uh)
+        u_low.store(ul)
+        wh, wl = _split(-w)
+        w_high.store(wh)
+        w_low.store(wl)
         # the adjoint of the state before the chunk
-        Wh, Wl = _halves(-s_w.load(LEFT), LEFT)
+        Wh = w_high.load(LEFT)
+        Wl = w_low.load(LEFT)
         kb = sk.load(RIGHT)
         qb = sq.load(RIGHT)
         G = mma_v2(Dl, qb, G)
@@ -479,7 +529,8 @@ def _exact_bwd_kernel(
         G = mma_v2(Wl, kb, G)
         G = mma_v2(Wh, kb, G)
         if HAS_Z:                                      # the read-out again, for the gate's gradient
-            Uh, Ul = _halves(s_u.load(LEFT), LEFT)
+            Uh = u_high.load(LEFT)
+            Ul = u_low.load(LEFT)
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
             Y = mma_v2(Sl, qT, zD)
             Y = mma_v2(Sh, qT, Y)
@@ -487,9 +538,12 @@ def _exact_bwd_kernel(
             Y = mma_v2(Uh, Ml, Y)
             Y = mma_v2(Uh, Mh, Y)
         # sums over channels: rows are steps
-        TDh, TDl = _halves(s_dy.load(LEFT), LEFT)
-        TUh, TUl = _halves(s_u.permute((1, 0)).load(LEFT), LEFT)
-        TWh, TWl = _halves(s_w.permute((1, 0)).load(LEFT), LEFT)
+        TDh = d_high.load(LEFT)
+        TDl = d_low.load(LEFT)
+        TUh = u_high.permute((1, 0)).load(LEFT)
+        TUl = u_low.permute((1, 0)).load(LEFT)
+        TWh = w_high.permute((1, 0)).load(LEFT)
+        TWl = w_low.permute((1, 0)).load(LEFT)
         BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
         dQ = mma_v2(TDl, BSh, zN)
         dQ = mma_v2(TDh, BSl, dQ)
@@ -497,11 +551,13 @@ def _exact_bwd_kernel(
         minus = mma_v2(TWl, BSh, zN)
         minus = mma_v2(TWh, BSl, minus)
         minus = mma_v2(TWh, BSh, minus)
-        BGh, BGl = _halves(s_G.load(RIGHT), RIGHT)
+        BGh = g_high.load(RIGHT)
+        BGl = g_low.load(RIGHT)
         dK = mma_v2(TUl, BGh, zN)
         dK = mma_v2(TUh, BGl, dK)
         dK = mma_v2(TUh, BGh, dK)
-        BUh, BUl = _halves(s_u.load(RIGHT), RIGHT)
+        BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
+        BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
         P = mma_v2(TDl, BUh, zC)
         P = mma_v2(TDh, BUl, P)
         P = gl.where(causal, mma_v2(TDh, BUh, P), 0.0)
@@ -518,19 +574,18 @@ def _exact_bwd_kernel(
         minus = mma_v2(Rl, kb, minus)
         minus = mma_v2(Rh, kb, minus)
         t64 = c.to(gl.int64) * (C * 2 * N)
-        mM = iM[:, None] < length - c * C
-        _store(dtok + t64 + N, oM, dQ, mM, RAGGED_T)
-        _store(dtok + t64, oM, dK - minus, mM, RAGGED_T)
+        left = length - c * C
+        _store_rows(dtok + t64 + N, oM, dQ, iM[:, None], left, all_states, RAGGED_T, False)
+        _store_rows(dtok + t64, oM, dK + minus, iM[:, None], left, all_states, RAGGED_T, False)
         o64 = c.to(gl.int64) * (C * D)
-        mO = _mask(tT[:, None] < length - c * C, mD, RAGGED_T, RAGGED_D)
         W = s_w.permute((1, 0)).load(TILE)
         dv = W * s_u.permute((1, 0)).load(TILE) * s_m.load(TILE)
-        _store(db + o64, oT, dv, mO, RAGGED_T or RAGGED_D)
+        _store_rows(db + o64, oT, dv, tT[:, None], left, mD, RAGGED_T, RAGGED_D)
         abi += gl.sum(dv, 0)
-        _store(dx + o64, oT, ds * s_dy.load(TILE) + W, mO, RAGGED_T or RAGGED_D)
+        _store_rows(dx + o64, oT, ds * s_dy.load(TILE) + W, tT[:, None], left, mD, RAGGED_T, RAGGED_D)
         if HAS_Z:
             s_e.permute((1, 0)).store(Y)
-            _store(dz + o64, oT, (s_e.load(TILE) + ds * s_x.load(TILE)) * s_f.load(TILE), mO, RAGGED_T or RAGGED_D)
+            _store_rows(dz + o64, oT, (s_e.load(TILE) + ds * s_x.load(TILE)) * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
     gl.store(dbias + seq * D + dT, abi, mask=dT < D)
     gl.store(dskip + seq * D + dT, ads, mask=dT < D)
     _store(dh0 + seq * N * D, oS, G, mS, RAGGED_D)
@@ -550,15 +605,27 @@ def exact_plan(
     forward = direction == "forward"
     chunks = B * (triton.cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
-    return PortablePlan(RULES["exact"], 2, NP, 16 if few and not forward else 32, 2 if few and forward else 1, 16, False,
+    tight = few or NP == 64                 # too few programs, or a state too wide for the registers of one warp
+    return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16, False,
                         n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
 
-# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-033
+# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-034
+def _ring(
+    NP: int,                      # states of a channel, padded
+    BD: int,                      # channels of a program
+    direction: str = "forward",   # "forward" or "backward"
+) -> int:
+    "Slots in the ring of asynchronous copies."
+    if direction == "forward":
+        return 6 if NP == 16 else 5
+    return 3 if NP == 16 and BD == 16 else 2
+
+# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
 def exact_takes(D: int, N: int, k: torch.dtype, q: torch.dtype) -> bool:
     "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."
     return D % 8 == 0 and N <= 64 and k == q == torch.bfloat16
 
-# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
+# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
 def exact_forward(
     plan: PortablePlan,
     q: Tensor, k: Tensor,         # (B,T,N) bfloat16
@@ -581,12 +648,12 @@ def exact_forward(
     ckpt, packed = new(p.chunks if save else 0, p.D, p.NP), cu_seqlens is not None
     _exact_fwd_kernel[(p.n_seq * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // 8,
-        *_steps8(x), *_steps8(b), *_steps8(z), N=p.NP, BD=p.BD, NW=p.warps, NS=6 if p.NP == 16 else 5, SAVE=save,
+        *_steps8(x), *_steps8(b), *_steps8(z), N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p.NP, p.BD), SAVE=save,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
         PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
-# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
+# %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-039
 def exact_backward(
     plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
@@ -607,7 +674,7 @@ def exact_backward(
     _exact_bwd_kernel[(p.n_seq * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // 8, p.rows,
-        *_steps8(xa), *_steps8(ba), *_steps8(za), *_steps8(ga), N=p.NP, BD=p.BD, NW=1, NS=3 if p.NP == 16 else 2,
+        *_steps8(xa), *_steps8(ba), *_steps8(za), *_steps8(ga), N=p.NP, BD=p.BD, NW=1, NS=_ring(p.NP, p.BD, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
         PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,

@@ -7,7 +7,7 @@ __all__ = ['DIAGONAL', 'EXACT', 'DECOUPLED', 'S6', 'S6_TIMED', 'RULES', 'INTERPR
            'portable_plan', 'portable_tokens', 'portable_forward', 'portable_backward']
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-004
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -67,7 +67,7 @@ def _gate(k, w, A, RULE: tl.constexpr):
     return tl.exp(w * A)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-011
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "T", "N", "sk_b", "sk_t", "sq_b", "sq_t", "sA_b", "sA_t"])
 def _token_kernel(k_ptr, q_ptr, A_ptr, tok_ptr, kk_ptr, rows, T, N, sk_b, sk_t, sq_b, sq_t, sA_b, sA_t,
                   NP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     # k, q (and A) of every token as one padded fp32 row, and |k|^2.
@@ -108,15 +108,38 @@ def _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C: tl.constexpr, PACKED: tl.con
     return batch, start, row, length, lo, chunk, seq
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-015
-@triton.jit(do_not_specialize=["T", "LS", "SLOTS"])
+@triton.jit
+def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
+    # Rows of U steps from t0, as they are in memory; zeros past the end.
+    rows = ()
+    for u in tl.static_range(U):
+        rows = rows + (tl.load(ptr + (t0 + u) * stride, mask=md & (t0 + u < length), other=0.0),)
+    return rows
+
+
+@triton.jit
+def _load_group(x_ptr, b_ptr, z_ptr, kk_ptr, t0, length, md, sx_t, sb_t, sz_t, U: tl.constexpr, HAS_Z: tl.constexpr):
+    # x, logits, gate and |k|^2 of U steps from t0 (int64), as they are in memory; zeros past the end.
+    zs = ()
+    kks = ()
+    if HAS_Z:
+        zs = _load_rows(z_ptr, t0, length, md, sz_t, U)
+    for u in tl.static_range(U):
+        kks = kks + (tl.load(kk_ptr + t0 + u, mask=t0 + u < length, other=0.0),)
+    return _load_rows(x_ptr, t0, length, md, sx_t, U), _load_rows(b_ptr, t0, length, md, sb_t, U), zs, kks
+
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-017
+@triton.jit(do_not_specialize=["T", "LS", "SLOTS", "DS"])
 def _scan_fwd_kernel(
         tok_ptr, kk_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, h0_ptr, cu_ptr, seq_ptr,
-        out_ptr, ckpt_ptr, hT_ptr, carry_ptr, decay_ptr, T, LS, SLOTS, D, N, ND,
+        out_ptr, ckpt_ptr, hT_ptr, carry_ptr, decay_ptr, T, LS, SLOTS, D, DS, N, ND,
         sx_b, sx_t, sb_b, sb_t, sz_b, sz_t,
         RULE: tl.constexpr, MODE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+        PAIR: tl.constexpr,
         WIDTH: tl.constexpr, B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
         HAS_Z: tl.constexpr, HAS_H0: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr):
-    # MODE 0: whole sequences. 1: a segment's own state and decay product. 2: a segment with the carry of those before.
+    # MODE 0: whole sequences. 1: a segment's own state and decay product. 2: a segment from the state that enters it.
+    # 3: as 2, for its checkpoints alone.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -130,8 +153,8 @@ def _scan_fwd_kernel(
         n = tl.arange(0, NP)
         md = d < D
         mnd = (n < N)[:, None] & md[None, :]
-        nd = n[:, None].to(tl.int64) * D + d[None, :]
-        dn = d[None, :].to(tl.int64) * N + n[:, None]
+        states = DS.to(tl.int64) * PAIR                # D, of which the compiler knows only whether it is even
+        nd = n[:, None] * states + d[None, :]
         bias = tl.zeros([BD], tl.float32)
         skip = tl.zeros([BD], tl.float32)
         if HAS_BIAS:
@@ -145,62 +168,54 @@ def _scan_fwd_kernel(
         P = tl.full([NP, BD], 1.0, tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
         if RULE == S6:
-            A = tl.load(A_ptr + dn, mask=mnd, other=0.0).to(tl.float32)
-        if MODE == 2:
-            S = tl.load(carry_ptr + slot.to(tl.int64) * N * D + nd, mask=mnd, other=0.0)
+            A = tl.load(A_ptr + nd, mask=mnd, other=0.0).to(tl.float32)
+        if MODE >= 2:
+            S = tl.load(carry_ptr + slot.to(tl.int64) * N * states + nd, mask=mnd, other=0.0)
         if MODE == 0:
             if HAS_H0:
-                S = tl.load(h0_ptr + seq * N * D + dn, mask=mnd, other=0.0).to(tl.float32)
-        for c in range(lo // C, (hi + C - 1) // C):
+                S = tl.load(h0_ptr + seq * N * states + nd, mask=mnd, other=0.0).to(tl.float32)
+        xp = x_ptr + d
+        bp = b_ptr + d * (0 if B_SCALAR else 1)
+        zp = z_ptr + d
+        raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + lo, length, md, sx_t, sb_t, sz_t, U, HAS_Z and MODE % 2 == 0)
+        for t0 in range(lo, hi, U):
             if SAVE:
-                tl.store(ckpt_ptr + (chunk + c) * N * D + nd, S, mask=mnd)
-            for t0 in range(c * C, tl.minimum(c * C + C, hi), U):
-                xs = ()
-                ws = ()
-                zs = ()
+                if C == U or t0 % C == 0:
+                    tl.store(ckpt_ptr + (chunk + t0 // C) * N * states + nd, S, mask=mnd)
+            xs, vs, zs, kks = raw                          # the next group's loads are under way while this one is computed
+            raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + t0 + U, length, md, sx_t, sb_t, sz_t, U, HAS_Z and MODE % 2 == 0)
+            token = tok_ptr + (row + t0) * (WIDTH * NP) + n
+            ys = ()
+            for u in tl.static_range(U):
+                inside = (n * 0 + t0 + u) < length
+                k = tl.load(token + u * (WIDTH * NP), mask=inside, other=0.0)[:, None]
+                if RULE == S6_TIMED:
+                    A = tl.load(token + (u * WIDTH + 2) * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
+                x = xs[u].to(tl.float32)
+                w = _rate(vs[u].to(tl.float32) + bias, kks[u], md & (t0 + u < length), RULE)
+                if MODE == 1:
+                    P = P * _gate(k, w[None, :], A, RULE)
+                S = _advance(S, k, w[None, :], x[None, :], A, RULE)
+                if MODE % 2 == 0:
+                    q = tl.load(token + (u * WIDTH + 1) * NP, mask=inside, other=0.0)[:, None]
+                    ys = ys + (tl.sum(q * S, 0) + skip * x,)
+            if MODE % 2 == 0:
+                put = out_ptr + (row + t0) * D + d
                 for u in tl.static_range(U):
-                    t = t0 + u
-                    m = md & (t < length)
-                    t64 = row * 0 + t
-                    xs = xs + (tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32),)
-                    if B_SCALAR:
-                        v = tl.load(b_ptr + t64 * sb_t + d * 0, mask=m, other=0.0).to(tl.float32)
-                    else:
-                        v = tl.load(b_ptr + t64 * sb_t + d, mask=m, other=0.0).to(tl.float32)
-                    kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
-                    ws = ws + (_rate(v + bias, kk, m, RULE),)
-                    if HAS_Z and MODE != 1:
-                        zs = zs + (tl.load(z_ptr + t64 * sz_t + d, mask=m, other=0.0).to(tl.float32),)
-                ys = ()
-                for u in tl.static_range(U):
-                    t = t0 + u
-                    inside = (n * 0 + t) < length
-                    kp = tok_ptr + (row + t) * (WIDTH * NP) + n
-                    k = tl.load(kp, mask=inside, other=0.0)[:, None]
-                    if RULE == S6_TIMED:
-                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
-                    if MODE == 1:
-                        P = P * _gate(k, ws[u][None, :], A, RULE)
-                    S = _advance(S, k, ws[u][None, :], xs[u][None, :], A, RULE)
-                    if MODE != 1:
-                        q = tl.load(kp + NP, mask=inside, other=0.0)[:, None]
-                        ys = ys + (tl.sum(q * S, 0) + skip * xs[u],)
-                if MODE != 1:
-                    for u in tl.static_range(U):
-                        t = t0 + u
-                        y = ys[u]
-                        if HAS_Z:
-                            y = y * zs[u] * _sigmoid(zs[u])
-                        tl.store(out_ptr + (row + t) * D + d, y.to(out_ptr.dtype.element_ty), mask=md & (t < length))
+                    y = ys[u]
+                    if HAS_Z:
+                        z = zs[u].to(tl.float32)
+                        y = y * z * _sigmoid(z)
+                    tl.store(put + u * D, y.to(out_ptr.dtype.element_ty), mask=md & (t0 + u < length))
         if MODE == 1:
-            tl.store(carry_ptr + slot.to(tl.int64) * N * D + nd, S, mask=mnd)
-            tl.store(decay_ptr + slot.to(tl.int64) * N * D + nd, P, mask=mnd)
-        else:
+            tl.store(carry_ptr + slot.to(tl.int64) * N * states + nd, S, mask=mnd)
+            tl.store(decay_ptr + slot.to(tl.int64) * N * states + nd, P, mask=mnd)
+        if MODE % 2 == 0:
             if lo + LS >= length:
-                tl.store(hT_ptr + seq * N * D + dn, S, mask=mnd)
+                tl.store(hT_ptr + seq * N * states + nd, S, mask=mnd)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-016
-@triton.jit(do_not_specialize=["T", "LS", "SLOTS"])
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-018
+@triton.jit(do_not_specialize=["T", "LS", "SLOTS", "D", "N", "NBLOCKS"])
 def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NBLOCKS,
                   BLOCK: tl.constexpr, HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr):
     # Turns each segment's own state into the state that enters it, in place: one program per sequence and block of states.
@@ -229,7 +244,7 @@ def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NB
         tl.store(carry_ptr + o, S, mask=m)
         S = decay * S + own
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-018
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-020
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _adjoint_kernel(
         tok_ptr, kk_ptr, b_ptr, z_ptr, g_ptr, A_ptr, bias_ptr, cu_ptr, seq_ptr, carry_ptr, decay_ptr,
@@ -293,10 +308,10 @@ def _adjoint_kernel(
         tl.store(carry_ptr + slot.to(tl.int64) * N * D + nd, G, mask=mnd)
         tl.store(decay_ptr + slot.to(tl.int64) * N * D + nd, P, mask=mnd)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-019
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-021
 @triton.jit
-def _bwd_step(t, S0, S1, G, x, v, A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr, z_ptr, g_ptr,
-              dx_ptr, db_ptr, dz_ptr, dtok_ptr, sz_t, sg_t, D,
+def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr,
+              dx_ptr, db_ptr, dz_ptr, dtok_ptr, D,
               RULE: tl.constexpr, NP: tl.constexpr, WIDTH: tl.constexpr, HAS_Z: tl.constexpr):
     # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 from the right, without this read-out.
     t64 = row * 0 + t
@@ -307,11 +322,9 @@ def _bwd_step(t, S0, S1, G, x, v, A, dA, skip, d, n, md, row, length, tok_ptr, k
     k = kn[:, None]
     q = tl.load(kp + NP, mask=inside, other=0.0)[:, None]
     kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
-    g = tl.load(g_ptr + t64 * sg_t + d, mask=m, other=0.0).to(tl.float32)
     o = (row + t) * D + d
     dy = g
     if HAS_Z:
-        z = tl.load(z_ptr + t64 * sz_t + d, mask=m, other=0.0).to(tl.float32)
         sz = _sigmoid(z)
         y = tl.sum(q * S1, 0) + skip * x
         tl.store(dz_ptr + o, (g * y * sz * (1.0 + z * (1.0 - sz))).to(dz_ptr.dtype.element_ty), mask=m)
@@ -365,7 +378,7 @@ def _bwd_step(t, S0, S1, G, x, v, A, dA, skip, d, n, md, row, length, tok_ptr, k
     tl.store(dtok_ptr + t64 * (WIDTH * NP) + NP, dq, mask=inside)
     return G, dA, dv, dy * x
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-021
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-023
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _scan_bwd_kernel(
         tok_ptr, kk_ptr, x_ptr, b_ptr, z_ptr, g_ptr, A_ptr, bias_ptr, skip_ptr, dhT_ptr, cu_ptr, seq_ptr,
@@ -397,7 +410,7 @@ def _scan_bwd_kernel(
         b_ptr += batch * sb_b + start * sb_t
         z_ptr += batch * sz_b + start * sz_t
         g_ptr += batch * sg_b + start * sg_t
-        dtok = dtok_ptr + (pd * rows + row) * (WIDTH * NP) + n
+        dtok = dtok_ptr + (pd.to(tl.int64) * rows + row) * (WIDTH * NP) + n
         if not IN_REGISTERS:
             scratch = scratch_ptr + pid.to(tl.int64) * (C * NP * BD) + n[:, None] * BD + tl.arange(0, BD)[None, :]
         G = tl.zeros([NP, BD], tl.float32)
@@ -412,40 +425,43 @@ def _scan_bwd_kernel(
         if MODE == 0:
             if HAS_DHT:
                 G = tl.load(dhT_ptr + seq * N * D + dn, mask=mnd, other=0.0).to(tl.float32)
+        xp = x_ptr + d
+        bp = b_ptr + d * (0 if B_SCALAR else 1)
+        zp = z_ptr + d
+        gp = g_ptr + d
         first = lo // C
         last = (hi + C - 1) // C
+        if IN_REGISTERS:
+            raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + tl.maximum(last - 1, 0) * C, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
+            raw_g = _load_rows(gp, row * 0 + tl.maximum(last - 1, 0) * C, length, md, sg_t, C)
         for j in range(0, last - first):
             c = last - 1 - j
             S = tl.load(ckpt_ptr + (chunk + c) * N * D + nd, mask=mnd, other=0.0)
             if IN_REGISTERS:
                 states = ()
-                xs = ()
-                vs = ()
-                for i in tl.static_range(C):
-                    t = c * C + i
-                    m = md & (t < length)
-                    t64 = row * 0 + t
-                    xs = xs + (tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32),)
-                    if B_SCALAR:
-                        v = tl.load(b_ptr + t64 * sb_t + d * 0, mask=m, other=0.0).to(tl.float32)
-                    else:
-                        v = tl.load(b_ptr + t64 * sb_t + d, mask=m, other=0.0).to(tl.float32)
-                    vs = vs + (v + bias,)
+                xs, vs, zs, kks = raw
+                gs = raw_g
+                before = row * 0 + tl.maximum((c - 1) * C, lo)               # the chunk before is on its way while this one is computed
+                raw = _load_group(xp, bp, zp, kk_ptr + row, before, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
+                raw_g = _load_rows(gp, before, length, md, sg_t, C)
                 for i in tl.static_range(C):
                     t = c * C + i
                     states = states + (S,)
                     inside = (n * 0 + t) < length
                     kp = tok_ptr + (row + t) * (WIDTH * NP) + n
                     k = tl.load(kp, mask=inside, other=0.0)[:, None]
-                    kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
                     if RULE == S6_TIMED:
                         A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
-                    w = _rate(vs[i], kk, md & (t < length), RULE)
-                    S = _advance(S, k, w[None, :], xs[i][None, :], A, RULE)
+                    w = _rate(vs[i].to(tl.float32) + bias, kks[i], md & (t < length), RULE)
+                    S = _advance(S, k, w[None, :], xs[i].to(tl.float32)[None, :], A, RULE)
                 for i in tl.static_range(C):
+                    z = bias
+                    if HAS_Z:
+                        z = zs[C - 1 - i].to(tl.float32)
                     G, dA, a, e = _bwd_step(
-                        c * C + (C - 1 - i), states[C - 1 - i], S, G, xs[C - 1 - i], vs[C - 1 - i], A, dA, skip, d, n, md, row, length,
-                        tok_ptr, kk_ptr, z_ptr, g_ptr, dx_ptr, db_ptr, dz_ptr, dtok, sz_t, sg_t, D,
+                        c * C + (C - 1 - i), states[C - 1 - i], S, G, xs[C - 1 - i].to(tl.float32), vs[C - 1 - i].to(tl.float32) + bias,
+                        gs[C - 1 - i].to(tl.float32), z,
+                        A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok, D,
                         RULE, NP, WIDTH, HAS_Z)
                     S = states[C - 1 - i]
                     dbias += a
@@ -473,11 +489,14 @@ def _scan_bwd_kernel(
                     t64 = row * 0 + t
                     x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
                     v = tl.load(b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m, other=0.0).to(tl.float32) + bias
+                    g = tl.load(gp + t64 * sg_t, mask=m, other=0.0).to(tl.float32)
+                    z = bias
+                    if HAS_Z:
+                        z = tl.load(zp + t64 * sz_t, mask=m, other=0.0).to(tl.float32)
                     S0 = tl.load(scratch + i * (NP * BD))
                     G, dA, a, e = _bwd_step(
-                        t, S0, S, G, x, v, A, dA, skip, d, n, md, row, length,
-                        tok_ptr, kk_ptr, z_ptr, g_ptr, dx_ptr, db_ptr, dz_ptr, dtok, sz_t, sg_t, D,
-                        RULE, NP, WIDTH, HAS_Z)
+                        t, S0, S, G, x, v, g, z, A, dA, skip, d, n, md, row, length,
+                        tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok, D, RULE, NP, WIDTH, HAS_Z)
                     S = S0
                     dbias += a
                     dskip += e
@@ -489,17 +508,24 @@ def _scan_bwd_kernel(
         if lo == 0:
             tl.store(dh0_ptr + seq * N * D + dn, G, mask=mnd)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-023
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-025
 @dataclass(frozen=True)
 class PortablePlan:
     "Everything that a launch needs besides the tensors; a function of shapes and options alone."
     rule: int; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
     n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
+    kept: int = 0 # steps between the states that wait for the backward, if more than C
 
     @property
     def blocks(self): return triton.cdiv(self.D, self.BD)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-024
+    @property
+    def pair(self): return 2 if self.BD >= 64 and self.D % 2 == 0 else 1   # neighbouring channels of a lane
+
+    @property
+    def group(self): return min(self.C, 8 if self.NP <= 32 else 4)         # steps whose inputs are loaded together
+
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-026
 SEGMENT = 256                                          # steps in a segment of time
 FEW_CHANNELS = {"forward": 24576, "backward": 65536}   # segments are used while batch * channels is below this
 
@@ -508,37 +534,40 @@ def portable_plan(
     B: int, T: int, D: int, N: int,
     packed: int | None = None,  # number of packed sequences, None if not packed
     direction: str = "forward", # "forward" or "backward"
-    checkpoint_every: int | None = None, # steps between saved states; None: the fastest
+    checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
     segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
     block: int | None = None,   # channels of a program; None: by shape
 ) -> PortablePlan:
     "Block sizes and segments for a shape. A packed sequence is planned as if alone, so that its bits do not depend on its neighbours."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
-    C = checkpoint_every or ((4 if rule in ("s6", "s6_timed", "decoupled") else 8) if small else 32)
+    fastest = (4 if rule in ("s6", "s6_timed", "decoupled") else 8) if small else 32
+    kept = checkpoint_every or fastest
+    C = min(kept, fastest)
     if segment is None:
         segment = SEGMENT if B * D < FEW_CHANNELS[direction] and (B == 1 or T > SEGMENT) else 0
-    segment = 0 if rule == "exact" else triton.cdiv(segment, C) * C
+    segment = 0 if rule == "exact" else triton.cdiv(segment, kept) * kept
     if block is None:
         block = 32
         if direction == "forward" and (rule == "diagonal" or not small or (rule == "decoupled" and segment)):
             block = 64
-        elif direction == "forward" and rule == "exact" and B * D < FEW_CHANNELS["forward"]:
+        elif direction == "forward" and rule == "exact" and B * D <= 8192:
             block = 16
-    LS = segment or (triton.cdiv(T, C) + 1) * C
+    LS = segment or (triton.cdiv(T, kept) + 1) * kept
     per_sequence = max(1, triton.cdiv(T, LS))
     alone = packed is None
     return PortablePlan(
         RULES[rule], 3 if rule == "s6_timed" else 2, NP, block, max(1, NP // 32), C, C <= 8 and small,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * triton.cdiv(T, C) if alone else T // C + packed, segment > 0)
+        B * triton.cdiv(T, kept) if alone else T // kept + packed, segment > 0, kept)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-027
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-029
 def _last_contiguous(t):
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _strides(t):
-    return (0, 0) if t is None else (t.stride(0), t.stride(1))
+    # One sequence has no batch stride worth a kernel of its own: Triton compiles anew where 16 divides a number and where not.
+    return (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
 
 
 def _segment_owner(plan, cu_seqlens):
@@ -547,7 +576,7 @@ def _segment_owner(plan, cu_seqlens):
     slots = torch.arange(plan.slots, device=cu_seqlens.device)
     return (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-028
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(
     plan: PortablePlan,
     q: Tensor, k: Tensor, # (B,T,N)
@@ -564,7 +593,7 @@ def portable_tokens(
             NP=plan.NP, ROWS=block, WIDTH=plan.width, num_warps=4)
     return tok, kk
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-030
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-032
 def portable_forward(
     plan: PortablePlan,
     q: Tensor, k: Tensor,         # (B,T,N)
@@ -581,27 +610,33 @@ def portable_forward(
     "Run the forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,N,D) fp32)."
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
     q, k, x, b, z, A = map(_last_contiguous, (q, k, x, b, z, A))
-    bias, skip, initial_state = (t if t is None else t.contiguous() for t in (bias, skip, initial_state))
-    out, final = new(*x.shape, like=_stored(x.dtype)), new(p.n_seq, p.D, p.N)
+    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
+    first, A = _across(initial_state), _across(A) if p.width == 2 else A
+    out, final = new(*x.shape, like=_stored(x.dtype)), new(p.n_seq, p.N, p.D)
     ckpt = new(p.chunks if save else 0, p.N, p.D)
     if p.n_seq * p.D == 0:
-        return out.to(x.dtype), final, ckpt
+        return out.to(x.dtype), final.view(p.n_seq, p.D, p.N), ckpt
     tok, kk = portable_tokens(p, q, k, A)
     packed = cu_seqlens is not None
     owner = _segment_owner(p, cu_seqlens) if packed else None
     carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
     for mode in (1, 2) if p.segmented else (0,):
         _scan_fwd_kernel[(p.slots * p.blocks,)](
-            tok, kk, x, b, z if z is not None else x, A if A is not None else x, bias, skip, initial_state, cu_seqlens,
-            owner, out, ckpt, final, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.N, p.blocks,
+            tok, kk, x, b, z if z is not None else x, A if A is not None else x, bias, skip, first, cu_seqlens,
+            owner, out, ckpt, final, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.D // p.pair, p.N, p.blocks,
             *_strides(x), *_strides(b), *_strides(z),
-            RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.C, U=min(p.C, 8), WIDTH=p.width,
+            RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.kept, U=p.group, PAIR=p.pair, WIDTH=p.width,
             B_SCALAR=b.shape[-1] == 1 and p.D > 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-            HAS_Z=z is not None, HAS_H0=initial_state is not None, SAVE=save and mode != 1, PACKED=packed,
+            HAS_Z=z is not None, HAS_H0=first is not None, SAVE=save and mode != 1, PACKED=packed,
             num_warps=p.warps)
         if mode == 1:
-            _carry(p, carry, decay, initial_state, cu_seqlens, reverse=False)
-    return out.to(x.dtype), final, ckpt
+            _carry(p, carry, decay, None if initial_state is None else initial_state.contiguous(), cu_seqlens, reverse=False)
+    return out.to(x.dtype), _across(final), ckpt
+
+
+def _across(states):
+    # States (or rates) with the last two axes exchanged: (D,N) outside, (N,D) in the forward, so that a lane can own a channel.
+    return states if states is None else states.transpose(-2, -1).contiguous()
 
 
 def _stored(dtype):
@@ -615,8 +650,8 @@ def _carry(p, carry, decay, edge, cu_seqlens, reverse):
         carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256,
         HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-032
-@triton.jit(do_not_specialize=["blocks"])
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-034
+@triton.jit(do_not_specialize=["rows", "blocks", "N"])
 def _sum_kernel(dtok_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N, NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     # Gradients of k, q (and A) summed over the channel blocks, always in the same order, four loads in flight.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -641,7 +676,7 @@ def _sum_kernel(dtok_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N, NP: tl.conste
         if part == 2:
             tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-033
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-035
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar):
     # Sums over channel blocks, slots and channels, in a fixed order, and the inputs' own dtypes.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
@@ -657,15 +692,30 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
             None if bias is None else dbias.sum(0).to(bias.dtype), None if skip is None else dskip.sum(0).to(skip.dtype),
             None if z is None else dz.to(z.dtype), dA, dinitial)
 
-# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-035
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-037
+def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
+    # Checkpoints every C steps from those every `kept`: to the kernel these are the states that enter segments of `kept` steps.
+    A = _across(A) if p.width == 2 else A
+    packed, each = cu_seqlens is not None, max(1, triton.cdiv(p.T, p.kept))
+    cut = replace(p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each)
+    chunks = p.T // p.C + p.n_seq if packed else p.n_seq * triton.cdiv(p.T, p.C)
+    dense = torch.empty(chunks, p.N, p.D, device=x.device, dtype=torch.float32)
+    owner = _segment_owner(cut, cu_seqlens) if packed else None
+    _scan_fwd_kernel[(cut.slots * cut.blocks,)](
+        tok, kk, x, b, x, x if A is None else A, bias, None, None, cu_seqlens, owner, None, dense, None, kept, None,
+        cut.T, cut.LS, cut.per_sequence, cut.D, cut.D // cut.pair, cut.N, cut.blocks, *_strides(x), *_strides(b), 0, 0,
+        RULE=p.rule, MODE=3, NP=p.NP, BD=p.BD, C=p.C, U=p.group, PAIR=cut.pair, WIDTH=p.width, B_SCALAR=scalar,
+        HAS_BIAS=bias is not None, HAS_SKIP=False, HAS_Z=False, HAS_H0=False, SAVE=True, PACKED=packed, num_warps=p.warps)
+    return dense
+
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-039
 def portable_backward(
     plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
     A: Tensor | None, cu_seqlens: Tensor | None,
 ):
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial); None where the input was None. No atomics: the bits repeat."
-    p, like = plan, torch.empty_like
-    new = lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
+    p, new = plan, lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = (t if t is None else t.contiguous() for t in (bias, skip, dfinal))
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
@@ -680,6 +730,8 @@ def portable_backward(
     if p.n_seq * p.D:
         tok, kk = portable_tokens(p, q, k, A)
         owner = _segment_owner(p, cu_seqlens) if packed else None
+        if p.kept > p.C and p.rows:
+            ckpt = _rebuild(p, ckpt, tok, kk, x, b, bias, A, cu_seqlens, scalar)
         carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
         scratch = None if p.in_registers else new(p.slots * p.blocks, p.C, p.NP, p.BD)
         zz, AA = z if z is not None else x, A if A is not None else x

@@ -1,0 +1,291 @@
+"""Times of the short convolution and of decode steps on one GPU, after a check of every output and gradient.
+
+    python kernels/decode_times.py --out kernels/results/h200_decode.json      # under a minute on an H200
+    python kernels/decode_times.py --sweep                                     # block sizes of the convolution, one by one
+    TRITON_INTERPRET=1 python kernels/decode_times.py --check                  # the checks alone, at tiny sizes, on a CPU
+
+Convolution: bfloat16, width 4, with SiLU; whole forward, whole backward with the sum over programs; median of
+triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a state of its own, so that no state is left in a cache
+from its last step; time of a replay divided by 24. Bytes are those that must move: every input read once, every output
+written once. The bandwidth beside them is that of a copy, measured in the same run.
+"""
+import argparse
+import importlib
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import torch
+import torch.nn.functional as F
+
+import longhorn_kit  # sets the interpreter's variable where there is no GPU
+from longhorn_kit.lab.records import environment, write_json
+from longhorn_kit.scan.op import longhorn_step, selective_step
+from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
+from longhorn_kit.scan.short_conv import causal_conv1d, torch_conv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))       # B, T, D
+RULES = ("diagonal", "exact", "decoupled", "s6")
+LAYERS, WIDTH, STATE = 24, 4, 16
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+
+
+def cases():
+    "What is timed: (kind, name, sizes)."
+    yield from (("conv", name, shape) for name, shape in SHAPES.items())
+    for batch, d_model in ((64, 2048), (1, 2048), (64, 768)):
+        yield from (("decode", rule, (batch, 2 * d_model, STATE)) for rule in RULES)
+
+
+# ---- right or wrong
+
+def relative(a, b):
+    if not torch.isfinite(a).all():
+        return float("inf")
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def conv_inputs(B, T, D, dtype, gen=None):
+    "x as a layer has it, one half of a wider projection; weight, bias, and the gradient of y."
+    new = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)
+    return new(B, T, 2 * D).to(dtype)[..., :D], new(D, WIDTH) / 2, new(D) / 2, new(B, T, D).to(dtype)
+
+
+def check_conv(dtype, shape=None):
+    "Largest error of y and of every gradient against a sum written out in float64; SystemExit if it is too large."
+    B, T, D = shape or ((2, 301, 136) if DEVICE == "cuda" else (1, 9, 5))
+    x, w, c, dy = conv_inputs(B, T, D, dtype)
+    past = torch.randn(B, D, WIDTH - 1, device=DEVICE).to(dtype)
+
+    def plain(x, w, c, past):
+        row = torch.cat([past.transpose(1, 2), x], 1)
+        v = c + sum(row[:, j : j + T] * w[:, j] for j in range(WIDTH))
+        return v * torch.sigmoid(v), row[:, T:].transpose(1, 2)
+
+    ours = lambda x, w, c, past: causal_conv1d(x, w, c, initial_state=past, output_final_state=True, backend="triton")
+    both = []
+    for run, like in ((ours, None), (plain, torch.float64)):
+        args = [t.detach().to(like or t.dtype).requires_grad_() for t in (x, w, c, past)]
+        out = run(*args)
+        both.append([*out, *torch.autograd.grad(out, args, (dy.to(out[0].dtype), past.to(out[1].dtype)))])
+    worst = max(relative(a, b) for a, b in zip(*both))
+    if not worst < LIMIT[dtype]:
+        raise SystemExit(f"the convolution is wrong in {dtype}, no times: relative error {worst:.1e}")
+    return worst
+
+
+def decode_inputs(rule, B, D, N, dtype):
+    new = lambda *s: torch.randn(*s, device=DEVICE)
+    a = dict(q=new(B, N).to(dtype), k=(new(B, N) / 2).to(dtype), x=new(B, D).to(dtype), b=new(B, D).to(dtype))
+    rest = dict(bias=new(D), skip=new(D), z=new(B, D).to(dtype))
+    return a, (-torch.rand(D, N, device=DEVICE) - 0.1 if rule == "s6" else None), rest
+
+
+def step(rule, a, A, rest, state, **options):
+    "One decode step of the public operation."
+    if A is None:
+        return longhorn_step(*a.values(), state, rest["bias"], rest["skip"], rest["z"], form=rule, **options)
+    try:
+        return selective_step(*a.values(), A, state, rest["bias"], rest["skip"], rest["z"], **options)
+    except TypeError:                                  # a selective_step without these options: the kernel itself
+        from longhorn_kit.scan.triton_step import triton_step
+        return triton_step("s6", *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], options["inplace"])
+
+
+def check_decode(rule, dtype):
+    "Largest error of output and state after three steps in place, against the float64 loop; SystemExit if it is too large."
+    B, D, N = (3, 300, STATE) if DEVICE == "cuda" else (2, 5, 3)
+    state = torch.randn(B, D, N, device=DEVICE)
+    truth, worst = state.double(), 0.0
+    for _ in range(3):
+        a, A, rest = decode_inputs(rule, B, D, N, dtype)
+        out, _ = step(rule, a, A, rest, state, inplace=True, backend="triton")
+        one = [t.double()[:, None] for t in a.values()]
+        given = (rest["bias"].double(), rest["skip"].double(), rest["z"].double()[:, None])
+        want, truth = (reference_scan(*one, *given, form=rule, initial_state=truth) if A is None else
+                       reference_selective_scan(*one, A.double(), *given, initial_state=truth))
+        worst = max(worst, relative(out, want[:, 0]), relative(state, truth))
+    if not worst < LIMIT[dtype]:
+        raise SystemExit(f"the decode step ({rule}, {dtype}) is wrong, no times: relative error {worst:.1e}")
+    return worst
+
+
+def checks():
+    "Relative errors by name, of everything that is timed."
+    torch.manual_seed(0)
+    found = {f"conv {str(t)[6:]}": check_conv(t) for t in LIMIT}
+    found |= {f"{rule} {str(t)[6:]}": check_decode(rule, t) for rule in RULES for t in LIMIT}
+    return {name: float(f"{e:.1e}") for name, e in found.items()}
+
+
+# ---- what is launched, for ahead-of-time compilation (kernels/aot.py): tensors without memory
+
+def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
+    "(name, launches) of the convolution in both directions and of the decode steps; `record` is kernels/aot.py's."
+    from longhorn_kit.scan.triton_conv import conv_backward, conv_forward, conv_step
+    from longhorn_kit.scan.triton_step import launch_step
+
+    new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
+    full = lambda *s: new(*s, like=torch.float32)
+    B, T, D = SHAPES["S1"]
+    x, w, c, past = new(B, T, 2 * D)[..., :D], full(D, width), full(D), new(B, D, width - 1)
+    given = past if state else None
+
+    def conv():
+        conv_forward(x, w, c, given, None, True, state)
+        conv_backward(x, given, x, w, c, given, None, True)
+        conv_step(x[:, 0], past, past, w, c, True)
+
+    yield "conv", record(conv)
+    for rule in RULES:
+        k, v, S, A = new(64, STATE), new(64, 4096), full(64, 4096, STATE), full(4096, STATE) if rule == "s6" else None
+        yield f"step {rule}", record(lambda: launch_step(rule, k, k, v, v, A, S, S, full(4096), full(4096), v))
+
+
+# ---- times
+
+def bench(run, grads=()):
+    from triton.testing import do_bench
+    run()
+    return do_bench(run, warmup=10, rep=60, return_mode="median", grad_to_none=list(grads) or None)
+
+
+def copy_bandwidth():
+    "Bytes a second of a copy of 256 MiB, reads and writes counted."
+    a = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    return 2 * a.numel() / bench(lambda: b.copy_(a)) * 1e3
+
+
+def conv_candidates(x, w, c, dy):
+    "name -> (forward, backward), each a function without arguments; what cannot be imported is left out."
+    from longhorn_kit.scan.triton_conv import conv_backward, conv_forward
+
+    def with_autograd(run):
+        args = [t.detach().requires_grad_() for t in (x, w, c)]
+        y = run(*args)
+        g = dy if y.shape == dy.shape else dy.transpose(1, 2)
+        return (lambda: run(x, w, c)), (lambda: torch.autograd.grad(y, args, g, retain_graph=True))
+
+    yield "kit", (lambda: conv_forward(x, w, c, None, None, True, False)), (lambda: conv_backward(dy, None, x, w, c, None, None, True))
+    yield "F.conv1d + F.silu, from (B,T,D)", *with_autograd(lambda x, w, c: torch_conv(x, w, c, None)[0])
+    channels_first = lambda x: x.transpose(1, 2).contiguous()
+    xt, low, lowc = channels_first(x).requires_grad_(), w[:, None].to(x.dtype).requires_grad_(), c.to(x.dtype).requires_grad_()
+    plain = lambda x: F.silu(F.conv1d(x, low, lowc, padding=WIDTH - 1, groups=len(w))[..., : x.shape[-1]])
+    y, g = plain(xt), channels_first(dy)
+    yield "F.conv1d + F.silu, from (B,D,T)", (lambda: plain(xt)), (lambda: torch.autograd.grad(y, (xt, low, lowc), g, retain_graph=True))
+    try:
+        theirs = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+    except ImportError:
+        return
+    run = lambda x, w, c: theirs(x=x, weight=w, bias=c, activation="silu", backend="triton")[0]
+    yield "flash-linear-attention", *with_autograd(lambda x, w, c: run(x, w, c))
+
+
+def time_conv(name, shape, bandwidth):
+    "Rows of one shape: forward and backward milliseconds, and the time that the bytes alone would take."
+    B, T, D = shape
+    torch.manual_seed(0)
+    x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
+    floors = [n * B * T * D * 2 / bandwidth * 1e3 for n in (2, 3)]
+    for who, forward, backward in conv_candidates(x, w, c, dy):
+        try:
+            with torch.no_grad():
+                ahead = bench(forward)
+            back = bench(backward)
+        except torch.OutOfMemoryError:
+            continue
+        yield dict(kind="conv", shape=name, B=B, T=T, D=D, width=WIDTH, who=who, forward_ms=round(ahead, 4), backward_ms=round(back, 4),
+                   forward_over_bytes=round(ahead / floors[0], 2), backward_over_bytes=round(back / floors[1], 2))
+        torch.cuda.empty_cache()
+
+
+def decode_bytes(B, D, N, A):
+    "Bytes that (scan step, convolution step) must move."
+    scan = 2 * 4 * B * D * N + 4 * 2 * B * D + 2 * 2 * B * N + 2 * 4 * D + (0 if A is None else 4 * D * N)
+    conv = 2 * 2 * B * D * (WIDTH - 1) + 2 * 2 * B * D + 4 * D * (WIDTH + 1)
+    return scan, conv
+
+
+def graphed(run):
+    "A CUDA graph of run()."
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def time_decode(rule, sizes, bandwidth):
+    "One row: milliseconds a layer of the scan step, the convolution step and both, by our kernels and by PyTorch's operations."
+    from longhorn_kit.scan.short_conv import causal_conv1d_step
+
+    B, D, N = sizes
+    torch.manual_seed(0)
+    a, A, rest = decode_inputs(rule, B, D, N, torch.bfloat16)
+    w, c = torch.randn(D, WIDTH, device=DEVICE), torch.randn(D, device=DEVICE)
+    states = torch.randn(LAYERS, B, D, N, device=DEVICE)
+    pasts = torch.randn(LAYERS, B, D, WIDTH - 1, device=DEVICE).bfloat16()
+    scan = lambda backend="triton": [step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states]
+    conv = lambda backend="triton": [causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts]
+    each = lambda run: bench(graphed(run).replay) / LAYERS * 1e3
+    with torch.no_grad():
+        micro = dict(scan=each(scan), conv=each(conv), both=each(lambda: (scan(), conv())))
+        if rule in ("diagonal", "exact"):
+            micro["scan_by_pytorch"] = each(lambda: scan("reference"))
+            micro["conv_by_pytorch"] = each(lambda: conv("torch"))
+        eager = bench(scan) / LAYERS * 1e3
+    need = decode_bytes(B, D, N, A)
+    floors = [n / bandwidth * 1e6 for n in (*need, sum(need))]
+    ratios = {f"{n}_over_bytes": round(micro[n] / f, 2) for n, f in zip(("scan", "conv", "both"), floors)}
+    return dict(kind="decode", rule=rule, B=B, D=D, N=N, layers=LAYERS, bytes=sum(need), **ratios,
+                **{f"{n}_us": round(t, 2) for n, t in micro.items()}, scan_without_graph_us=round(eager, 2))
+
+
+def sweep(bandwidth):
+    "Times of other block sizes, to choose the plan by."
+    from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
+    for name in ("S1", "S3"):
+        B, T, D = SHAPES[name]
+        x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
+        for plan in (ConvPlan(L, U, BD, 1, warps) for L in (32, 64, 128) for U in (8, 16) for BD, warps in ((128, 1), (256, 1), (256, 2))):
+            t = bench(lambda: conv_forward(x, w, c, None, None, True, False, plan))
+            print(f"{name} forward  {plan}  {t:.4f} ms  {t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes", flush=True)
+        for plan in (ConvPlan(L, U, BD, R, R * BD // 128) for L in (32, 64, 128) for U in (4, 8) for R in (1, 2, 4) for BD in (64, 128) if R * BD >= 128):
+            t = bench(lambda: conv_backward(dy, None, x, w, c, None, None, True, plan))
+            print(f"{name} backward {plan}  {t:.4f} ms  {t / (6 * B * T * D / bandwidth * 1e3):.2f} x bytes", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--check", action="store_true", help="only the checks")
+    parser.add_argument("--sweep", action="store_true", help="other block sizes of the convolution")
+    args = parser.parse_args()
+    errors = checks()
+    print("relative errors against float64:", errors, flush=True)
+    if args.check:
+        return
+    bandwidth = copy_bandwidth()
+    print(f"a copy moves {bandwidth / 1e12:.2f} TB/s", flush=True)
+    if args.sweep:
+        return sweep(bandwidth)
+    rows = []
+    for kind, name, sizes in cases():
+        for row in time_conv(name, sizes, bandwidth) if kind == "conv" else [time_decode(name, sizes, bandwidth)]:
+            rows.append(row)
+            print("  ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+    record = dict(environment=environment(), command="python kernels/decode_times.py", seed=0, dtype="bfloat16",
+                  copy_terabytes_per_second=round(bandwidth / 1e12, 3), relative_errors=errors, rows=rows)
+    if args.out:
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()

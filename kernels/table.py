@@ -1,0 +1,122 @@
+"""Write the tables of README.md from the records, or check that they are what the records say.
+
+    python kernels/table.py            # rewrite the text between the markers
+    python kernels/table.py --check    # exit 1 if that would change anything
+"""
+import argparse
+import json
+import pathlib
+import sys
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+SCANS = (   # form, kernels in the record, name, notebook, module, runs on
+    ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),
+    ("diagonal", "diagonal", "diagonal, Gluon", "13_triton_diagonal", "triton_diagonal", "NVIDIA, sm_80 on"),
+    ("exact", "portable", "exact, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("diagonal", "portable", "diagonal, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("decoupled", "portable", "decoupled, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("s6", "portable", "Mamba's S6, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
+)
+TORCH = (
+    ("loop, diagonal", "loop (the oracle)", "10_reference", "reference"),
+    ("chunks, diagonal", "diagonal in chunks", "11_chunked", "chunked"),
+    ("chunks, exact", "exact in chunks", "11_chunked", "chunked"),
+)
+
+
+def times(row, digits=3):
+    return " / ".join("–" if row.get(f"{w}_ms") is None else f"{row[f'{w}_ms']:.{digits}f}" for w in ("forward", "backward"))
+
+
+def shares(row):
+    return " / ".join(f"{100 * row[f'{w}_share']:.0f} %" for w in ("forward", "backward"))
+
+
+def linked(notebook):
+    return f"[{notebook}](../nbs/scan/{notebook}.ipynb)"
+
+
+def gpu_table(record):
+    "One line for each kernel: notebook, module, where it runs, times at the three shapes, share of the nearest floor at S1."
+    main = {(r["form"], r["kernels"], r["shape"]): r for r in record["rows"] if r["section"] == "main"}
+    lines = [f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, triton {record['triton']}, "
+             f"commit {record['commit']}).", "",
+             "| kernel | notebook | module `longhorn_kit.scan.` | runs on | S1 | S2 | S3 | share of the floor, S1 |",
+             "|---|---|---|---|---|---|---|---|"]
+    for form, kernels, name, notebook, module, where in SCANS:
+        rows = [main[form, kernels, shape] for shape in ("S1", "S2", "S3")]
+        cells = " | ".join(map(times, rows))
+        lines.append(f"| {name} | {linked(notebook)} | `{module}` | {where} | {cells} | {shares(rows[0])} |")
+    peers = {r["peer"]: r for r in record["rows"] if r.get("peer") and r["shape"] == "S1"}
+    for peer, name, notebook, module in TORCH:
+        if peer in peers:
+            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)} | | | |")
+    convolution = {r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"}
+    if convolution:
+        share = " / ".join(f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward"))
+        lines.append(f"| short convolution and SiLU | {linked('20_triton_conv')} | `triton_conv` | any GPU, interpreter | "
+                     + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3")) + f" | {share} |")
+    steps = [r for r in record["rows"] if r.get("kind") == "decode"]
+    if steps:
+        rules = list(dict.fromkeys(r["rule"] for r in steps))
+        lines += ["", f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one layer in a CUDA graph, "
+                  "microseconds and, in brackets, how many times the bytes' floor.", "",
+                  "| B, D, N | " + " | ".join(rules) + " |", "|---" * (1 + len(rules)) + "|"]
+        for size in dict.fromkeys((r["B"], r["D"], r["N"]) for r in steps):
+            cells = [f"{r['both_us']:.1f} ({r['both_over_bytes']:.2f})" for r in steps if (r["B"], r["D"], r["N"]) == size]
+            lines.append(f"| {', '.join(map(str, size))} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def cpu_table(record):
+    "One line for each form and shape: time and memory against the loop and against mambapy."
+    lines = ["| form | (B, T, D), N | time against the loop | against mambapy | extra memory against the loop | against mambapy |",
+             "|---|---|---|---|---|---|"]
+    for row in record["results"]:
+        s, against = row["shape"], row["chunked_against"]
+        cell = lambda rival, what: f"{against[rival][what]:.2f}" if rival in against and what in against[rival] else "–"
+        lines.append(f"| {row['form']} | ({s['B']}, {s['T']}, {s['D']}), {s['N']} | " + " | ".join(
+            cell(rival, what) for what in ("time", "memory") for rival in ("loop", "mambapy")) + " |")
+    e = record["environment"]
+    busy = max(r.get("cores_used_by_others", 0.0) for r in record["results"])
+    missed = [f"{r['form']} at ({r['shape']['B']}, {r['shape']['T']}, {r['shape']['D']}) against {name}"
+              for r in record["results"] for name, a in r["chunked_against"].items() if a["time"] > a["time_target"]]
+    lines += ["", f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit {str(e['commit'])[:7]}; other programs "
+              f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of mambapy's, and half of their memory; "
+              + ("missed by " + ", ".join(missed) + "." if missed else "reached everywhere.")]
+    return lines
+
+
+def filled(text, name, lines):
+    "README's text with the lines between a pair of markers."
+    begin, end = f"<!-- {name}: written by table.py -->", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    return before + begin + "\n" + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+
+
+def readme(folder=FOLDER):
+    "What README.md should be."
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    for name, make in (("h200", gpu_table), ("cpu", cpu_table)):
+        path = folder / "results" / f"{name}.json"
+        if path.exists():
+            text = filled(text, name, make(json.loads(path.read_text(encoding="utf-8"))))
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    wanted, path = readme(), FOLDER / "README.md"
+    if wanted == path.read_text(encoding="utf-8"):
+        return 0
+    if args.check:
+        print("kernels/README.md is not what kernels/results/ says: run python kernels/table.py")
+        return 1
+    path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

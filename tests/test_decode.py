@@ -1,0 +1,281 @@
+"""Decode steps: kernels against the reference, in place or not, and a prefill followed by steps against one pass."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from longhorn_kit.models.mixer import build_mixer
+from longhorn_kit.scan import triton_conv, triton_step as step_module
+from longhorn_kit.scan.op import FORMS, longhorn_scan, longhorn_step, selective_scan
+from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
+from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
+from longhorn_kit.scan.triton_step import triton_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULES = (*FORMS, "s6", "s6_timed")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+BACKENDS = ("reference", "triton")
+
+
+def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, seed=0):
+    "Arguments with a time axis of T steps, by name."
+    gen = torch.Generator().manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+    A = dict(s6=(D, N), s6_timed=(B, T, N)).get(rule)
+    return dict(q=new(B, T, N).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D).to(dtype),
+                b=new(B, T, 1 if scalar else D).to(dtype), A=None if A is None else -(new(*A).abs() + 0.1),
+                bias=new(D), skip=new(D), z=new(B, T, D).to(dtype)), new(B, D, N)
+
+
+def at(a, t):
+    "The arguments of one step."
+    cut = {n: a[n][:, t] for n in "qkxbz"}
+    return {**a, **cut, "A": a["A"][:, t : t + 1] if a["A"] is not None and a["A"].dim() == 3 else a["A"]}
+
+
+def reference(a, state, rule):
+    "Output and last state in float64."
+    d = {n: None if t is None else t.double() for n, t in a.items()}
+    rest = dict(D_skip=d["skip"], z=d["z"], initial_state=state.double())
+    if d["A"] is None:
+        return reference_scan(d["q"], d["k"], d["x"], d["b"], d["bias"], form=rule, **rest)
+    return reference_selective_scan(d["q"], d["k"], d["x"], d["b"], d["A"], d["bias"], **rest)
+
+
+def error(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if torch.isfinite(a).all() else float("inf")
+
+
+def assert_steps(B, D, N, rule, T=3, **made):
+    "Steps by the kernel, alternately into a new state and in place."
+    a, first = inputs(B, D, N, rule, T, **made)
+    want, last = reference(a, first, rule)
+    state, outs = first.clone(), []
+    for t in range(T):
+        kept = state.clone()
+        out, after = triton_step(rule, **at(a, t), state=state, inplace=t % 2 == 1)
+        assert (after is state) == (t % 2 == 1) and (t % 2 == 1 or torch.equal(state, kept))
+        state = after
+        outs.append(out)
+    found = error(torch.stack(outs, 1), want), error(state, last)
+    assert out.dtype == a["x"].dtype and state.dtype == torch.float32
+    assert max(found) < TOLERANCE[out.dtype], found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_odd_sizes(rule):
+    assert_steps(2, 5, 3, rule)
+
+
+@pytest.mark.parametrize("B, D, N", [(1, 1, 1), (3, 37, 16), (1, 9, 128), (1, 70, 5), (0, 4, 2)])
+def test_sizes(B, D, N):
+    assert_steps(B, D, N, "exact", T=2)
+
+
+def test_scalar_rate_and_half_precision():
+    assert_steps(2, 5, 3, "diagonal", scalar=True)
+    assert_steps(2, 5, 3, "diagonal", dtype=torch.bfloat16)
+
+
+def test_optional_arguments_left_out_and_strided_rows():
+    a, state = inputs(2, 6, 4)
+    now = {n: None if n in ("bias", "skip", "z") else t for n, t in at(a, 0).items()}
+    want, last = reference({**a, "bias": None, "skip": None, "z": None}, state, "diagonal")
+    wide = {**now, "x": torch.stack([now["x"]] * 2, -1)[..., 0], "k": torch.cat([now["k"]] * 2, -1)[:, :4]}
+    for given in (now, wide):
+        out, after = triton_step("diagonal", **given, state=state.transpose(1, 2).contiguous().transpose(1, 2))
+        assert error(out, want[:, 0]) < 1e-6 and error(after, last) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_prefill_then_steps_equal_the_scan(form, backend):
+    a, first = inputs(2, 5, 3, form, T=9)
+    row = lambda lo, hi: [a[n][:, lo:hi] for n in "qkxb"]
+    rest = lambda lo, hi: dict(b_bias=a["bias"], D_skip=a["skip"], z=a["z"][:, lo:hi])
+    whole, last = longhorn_scan(*row(0, 9), **rest(0, 9), form=form, initial_state=first, output_final_state=True, backend="reference")
+    _, state = longhorn_scan(*row(0, 6), **rest(0, 6), form=form, initial_state=first, output_final_state=True, backend=backend)
+    for t in range(6, 9):
+        now = at(a, t)
+        out, same = longhorn_step(*(now[n] for n in "qkxb"), state, now["bias"], now["skip"], now["z"], form=form,
+                                  inplace=True, backend=backend)
+        assert same is state
+        torch.testing.assert_close(out, whole[:, t], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inplace", (False, True))
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("W, D, activation, bias", [(4, 5, "silu", True), (2, 3, None, False), (1, 3, "silu", True), (8, 40, "silu", True)])
+def test_convolution_steps_equal_the_convolution(W, D, activation, bias, backend, inplace):
+    x, weight, c = torch.randn(2, 6, D, device=DEVICE), torch.randn(D, W, device=DEVICE), torch.randn(D, device=DEVICE) if bias else None
+    first = torch.randn(2, D, W - 1, device=DEVICE)
+    whole, last = causal_conv1d(x, weight, c, activation=activation, initial_state=first, output_final_state=True, backend="torch")
+    state = first.clone()
+    for t in range(6):
+        given = state.clone()
+        y, after = causal_conv1d_step(x[:, t], state, weight, c, activation=activation, inplace=inplace, backend=backend)
+        assert (after is state) == inplace and (inplace or torch.equal(state, given))
+        torch.testing.assert_close(y, whole[:, t])
+        state = after
+    assert torch.equal(state, last)
+
+
+def test_steps_learn_where_gradients_are_wanted():
+    "On any device the differentiable step is PyTorch's, and refuses what has no gradient."
+    a, state = inputs(1, 3, 2)
+    now = at(a, 0)
+    args = [now[n].requires_grad_() for n in "qkxb"]
+    out, after = longhorn_step(*args, state, now["bias"], now["skip"], now["z"])
+    assert all(g is not None for g in torch.autograd.grad(out.sum() + after.sum(), args))
+    x, past, weight = torch.randn(1, 3, device=DEVICE), torch.randn(1, 3, 3, device=DEVICE), torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    y, _ = causal_conv1d_step(x, past, weight)
+    assert torch.autograd.grad(y.sum(), weight)[0].any()
+    for call in (lambda **o: longhorn_step(*args, state, **o), lambda **o: causal_conv1d_step(x, past, weight, **o)):
+        for options in (dict(inplace=True), dict(backend="triton")):
+            with pytest.raises(ValueError, match=r"has no gradients; call it under torch.no_grad\(\)"):
+                call(**options)
+    with torch.no_grad():
+        longhorn_step(*args, state, inplace=True)
+
+
+def test_operations_are_well_formed():
+    a, state = inputs(1, 3, 2, "s6")
+    n = at(a, 0)
+    args = ("s6", n["q"], n["k"], n["x"], n["b"], n["A"], state, n["bias"], n["skip"], n["z"])
+    checks = ("test_schema", "test_faketensor")
+    for op in (step_module._step, step_module._step_):
+        torch.library.opcheck(op, args, test_utils=checks)
+    conv = (n["x"], torch.randn(1, 3, 3, device=DEVICE), torch.randn(3, 4, device=DEVICE), None, True)
+    for op in (triton_conv._step, triton_conv._step_):
+        torch.library.opcheck(op, conv, test_utils=checks)
+
+
+def test_compiles_without_graph_breaks():
+    a, state = inputs(1, 3, 2)
+    n = at(a, 0)
+    def two_steps(state):
+        for _ in range(2):
+            out, state = longhorn_step(n["q"], n["k"], n["x"], n["b"], state, n["bias"], n["skip"], n["z"], inplace=True, backend="triton")
+        return out
+    one, two = state.clone(), state.clone()
+    out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(one)
+    assert torch.equal(out, two_steps(two)) and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar"))
+def test_a_layer_steps_in_place(name):
+    torch.manual_seed(0)
+    layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(2, 12, 16, device=DEVICE)
+    with torch.no_grad():
+        whole = layer(h)
+        _, cache = layer.prefill(h[:, :7])
+        held = [t.data_ptr() for t in cache]
+        for t in range(7, 12):
+            y, same = layer.step(h[:, t], cache, inplace=True)
+            torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
+        assert same is cache and held == [t.data_ptr() for t in cache]
+
+
+def test_bad_arguments_are_named():
+    x, state, weight = torch.zeros(2, 3), torch.zeros(2, 3, 3), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"state has shape \(2, 3, 2\); expected \(2, 3, 3\) to match x_t and weight"):
+        causal_conv1d_step(x, state[..., 1:], weight)
+    with pytest.raises(ValueError, match=r"x_t has shape \(3,\); expected \(B, D\)"):
+        causal_conv1d_step(x[0], state, weight)
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        longhorn_step(x, x, x, x, state, backend="cuda")
+
+
+COMPILE = """
+import sys; sys.path.insert(0, "kernels")
+import json, aot, decode_times, torch
+for options in [{}] if len(sys.argv) == 2 else [{}, dict(state=False), dict(dtype=torch.float32), dict(width=2)]:
+    for name, launches in decode_times.launches(aot.record, **options):
+        for launch in launches:
+            for target in sys.argv[1].split(","):
+                print(json.dumps(dict(case=name, kernel=launch[0].__name__, target=target, **aot.build(launch, target)[1])))
+"""
+
+
+def compiled(*arguments):
+    root = pathlib.Path(__file__).resolve().parents[1]
+    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], capture_output=True, text=True, env=env, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {r["kernel"] for r in rows} == {"_conv_fwd_kernel", "_conv_bwd_kernel", "_conv_bwd_state_kernel", "_conv_step_kernel", "_step_kernel"}
+    for row in rows:
+        assert row["spill"] <= 16 and row["registers"] <= 255 and row["shared"] <= 8192, row
+
+
+def test_kernels_compile_for_hopper():
+    compiled("sm_90")
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_other_targets():
+    compiled("sm_80,sm_90,sm_100,gfx942", "all")
+
+
+# ---- the whole, on a GPU
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("B, D, N", [(64, 4096, 16), (1, 4096, 16), (3, 129, 5), (2, 1000, 64), (5, 96, 128), (1, 17, 1), (7, 250, 33)])
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_parity(rule, B, D, N, dtype):
+    assert_steps(B, D, N, rule, dtype=dtype, T=4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("W", (1, 2, 3, 4, 8))
+def test_gpu_convolution_steps_are_the_convolution(W, dtype):
+    x, weight, c = torch.randn(5, 20, 300, device=DEVICE).to(dtype), torch.randn(300, W, device=DEVICE), torch.randn(300, device=DEVICE)
+    whole, last = causal_conv1d(x, weight, c, output_final_state=True)
+    state = torch.zeros(5, 300, W - 1, device=DEVICE, dtype=dtype)
+    for t in range(20):
+        y, state = causal_conv1d_step(x[:, t], state, weight, c, inplace=t % 2 == 0)
+        torch.testing.assert_close(y, whole[:, t])
+    assert torch.equal(state, last)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled"))
+def test_gpu_layer_in_a_cuda_graph(name):
+    "A recorded step goes on from where the cache stands, token after token."
+    torch.manual_seed(0)
+    layer, h = build_mixer(name, 64).to(DEVICE), torch.randn(3, 12, 64, device=DEVICE)
+    with torch.no_grad():
+        whole = layer(h)
+        _, cache = layer.prefill(h[:, :4])
+        kept, token = [t.clone() for t in cache], h[:, 4].clone()
+        for _ in range(2):
+            layer.step(token, cache, inplace=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, _ = layer.step(token, cache, inplace=True)
+        for t, k in zip(cache, kept):
+            t.copy_(k)
+        for t in range(4, 12):
+            token.copy_(h[:, t])
+            graph.replay()
+            torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.cuda
+def test_gpu_offsets_beyond_two_to_the_31():
+    B, D, N = 33, 2**19, 128                       # 2.2e9 numbers of state, and of its copy
+    a, _ = inputs(B, 8, N)
+    a = {n: None if t is None else t.repeat_interleave(D // 8, -1) if t.shape[-1] == 8 else t for n, t in a.items()}
+    state = torch.ones(B, D, N, device=DEVICE)
+    out, _ = triton_step("diagonal", **at(a, 0), state=state, inplace=True)
+    few = {n: t[-1:, ..., -8:] if n in "xbz" else t[-1:] if n in "qk" else t if t is None else t[-8:] for n, t in a.items()}
+    small, after = triton_step("diagonal", **at(few, 0), state=torch.ones(1, 8, N, device=DEVICE))
+    torch.testing.assert_close(out[-1:, -8:], small)
+    torch.testing.assert_close(state[-1:, -8:], after)

@@ -1,0 +1,242 @@
+"""Matrix states: chunks against the loop in float64, the loop against flash-linear-attention's naive operations."""
+import ast
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.scan import matrix
+from longhorn_kit.scan.matrix import chunked_matrix_scan, fla_matrix_scan, matrix_scan, matrix_step
+
+CASES = [case for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
+         if not (case[1] and case[2])]  # decay, delta rule, bonus
+
+
+def draw(decay, delta, bonus, B=2, T=37, H=3, N=5, P=4, strongest=10.0, dtype=torch.float64, seed=0):
+    "Arguments of `matrix_scan`; unit keys, log decays from 0 to -strongest, mostly small."
+    g = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
+    shape = {"none": None, "head": (B, T, H), "key": (B, T, H, N)}[decay]
+    t = dict(q=randn(B, T, H, N), k=torch.nn.functional.normalize(randn(B, T, H, N), dim=-1), x=randn(B, T, H, P),
+             log_decay=None if shape is None else -strongest * rand(*shape) ** 6,
+             beta=rand(B, T, H) if delta else None, bonus=randn(H, N) if bonus else None,
+             initial_state=randn(B, H, P, N))
+    return {name: tensor.to(dtype) for name, tensor in t.items() if tensor is not None}
+
+
+def with_gradients(t, backend):
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
+    y, S = matrix_scan(**leaves, output_final_state=True, backend=backend)
+    return y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), list(leaves.values()))
+
+
+def naive(path, name):
+    "A function of flash-linear-attention's plain PyTorch files; importing the package itself takes seconds."
+    spec = importlib.util.find_spec("fla")
+    if spec is None:
+        pytest.skip("needs flash-linear-attention (the extra fla)")
+    spec = importlib.util.spec_from_file_location("naive_" + path.replace("/", "_"), Path(spec.origin).parent / "ops" / f"{path}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+@settings(max_examples=8, deadline=None)
+@given(sizes=st.tuples(*(st.integers(1, n) for n in (3, 90, 3, 6, 5))), strongest=st.sampled_from([1e-3, 1.0, 30.0, 1e4]))
+def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
+    t = draw(decay, delta, bonus, *sizes, strongest)
+    for ours, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
+        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+@pytest.mark.parametrize("strongest", [0.1, 20.0, 1e4])
+def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
+    "Also after a decay that leaves nothing: no overflow, no NaN, and no digits lost to large sums."
+    t = draw(decay, delta, bonus, T=150, N=16, P=8, strongest=strongest)
+    exact = with_gradients(t, "reference")
+    rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
+    for a, b in zip(rounded, exact):
+        assert a.isfinite().all()
+        assert (a - b).norm() <= 2e-5 * b.norm()
+
+
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+@pytest.mark.parametrize("chunk", [1, 3, 16, 200])
+def test_every_chunk_length_gives_the_same(decay, delta, bonus, chunk):
+    t = draw(decay, delta, bonus)
+    if decay == "head":
+        t["log_decay"] = t["log_decay"][..., None]
+    for a, b in zip(chunked_matrix_scan(**t, chunk=chunk), chunked_matrix_scan(**t, chunk=37)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+def test_steps_equal_the_scan(decay, delta, bonus):
+    t = draw(decay, delta, bonus, T=9)
+    y, S = matrix_scan(**t, output_final_state=True)
+    state, bonus, reads = t.pop("initial_state"), t.pop("bonus", None), []
+    for i in range(9):
+        now = {name + "_t": tensor[:, i] for name, tensor in t.items()}
+        before = state.clone()
+        out, after = matrix_step(**now, state=state, bonus=bonus)
+        assert torch.equal(state, before)
+        state = after
+        reads.append(out)
+    torch.testing.assert_close(torch.stack(reads, 1), y)
+    torch.testing.assert_close(state, S)
+
+
+def swap(*tensors):
+    return (tensor.transpose(1, 2) for tensor in tensors)
+
+
+def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
+    "The naive operation for these arguments, with its own scale taken out and its states (B,H,N,P) turned."
+    scaled, S = q * q.shape[-1] ** 0.5, initial_state.mT
+    if bonus is not None:
+        log_decay = torch.zeros_like(k) if log_decay is None else log_decay
+        log_decay = log_decay[..., None].expand(k.shape) if log_decay.dim() == 3 else log_decay
+        y, S = naive("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(
+            *swap(q, k, x, log_decay), bonus, scale=1.0, initial_state=S, output_final_state=True)
+        y = y.transpose(1, 2)
+    elif beta is not None and log_decay is not None:
+        y, S = naive("gated_delta_rule/naive", "naive_recurrent_gated_delta_rule")(
+            scaled, k, x, beta, log_decay, initial_state=S, output_final_state=True)
+    elif beta is not None:
+        y, S = naive("delta_rule/naive", "delta_rule_recurrence")(*swap(scaled, k, x, beta), initial_state=S)
+        y = y.transpose(1, 2)
+    elif log_decay is not None and log_decay.dim() == 4:
+        y, S = naive("gla/naive", "naive_recurrent_gla")(scaled, k, x, log_decay, S, True)
+    else:
+        log_decay = torch.zeros(x.shape[:3]) if log_decay is None else log_decay
+        y, S = naive("simple_gla/naive", "naive_recurrent_simple_gla")(scaled, k, x, log_decay, initial_state=S)
+    return y, S.mT
+
+
+@pytest.mark.parametrize("decay, delta, bonus", [case for case in CASES if case[:2] != ("key", True)])
+def test_the_recurrence_is_that_of_flash_linear_attention(decay, delta, bonus):
+    t = draw(decay, delta, bonus, T=70, dtype=torch.float32)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
+    y, S = their_scan(**leaves)
+    theirs = y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), list(leaves.values()))
+    for a, b in zip(with_gradients(t, "chunked"), theirs):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_gradients_reach_everything_once_more_in_float64():
+    t = {name: tensor.requires_grad_() for name, tensor in draw("key", True, False, B=1, T=5, H=1, N=2, P=2).items()}
+    assert torch.autograd.gradcheck(lambda *args: matrix_scan(**dict(zip(t, args)), output_final_state=True), tuple(t.values()))
+
+
+def test_any_strides_and_no_tokens():
+    t = draw("key", False, False, N=6)
+    strange = {name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in t.items()}
+    assert not strange["q"].is_contiguous()
+    torch.testing.assert_close(matrix_scan(**strange), matrix_scan(**t))
+    empty = {name: tensor if name == "initial_state" else tensor[:, :0] for name, tensor in t.items()}
+    y, S = matrix_scan(**empty, output_final_state=True)
+    assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
+
+
+def test_low_precision_keeps_a_float32_state_even_under_autocast():
+    t = draw("head", True, False, dtype=torch.bfloat16)
+    expected = matrix_scan(**{name: tensor.double() for name, tensor in t.items()})
+    with torch.autocast("cpu", torch.bfloat16):
+        y, S = matrix_scan(**t, output_final_state=True)
+    assert y.dtype is torch.bfloat16 and S.dtype is torch.float32
+    assert (y.double() - expected).norm() < 4e-3 * expected.norm()
+
+
+SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_scan` relies on
+    "chunk_gla": ("gla", "q k v g"), "chunk_simple_gla": ("simple_gla", "q k v g"), "chunk_rwkv6": ("rwkv6", "r k v w u"),
+    "chunk_delta_rule": ("delta_rule", "q k v beta"), "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),
+    "chunk_kda": ("kda", "q k v g beta"),
+}
+
+
+def test_the_kernels_take_the_arguments_in_this_order():
+    spec = importlib.util.find_spec("fla")
+    if spec is None:
+        pytest.skip("needs flash-linear-attention (the extra fla)")
+    for name, (folder, order) in SIGNATURES.items():
+        tree = ast.parse((Path(spec.origin).parent / "ops" / folder / "chunk.py").read_text())
+        function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+        names = [argument.arg for argument in function.args.args]
+        assert names[: len(order.split())] == order.split(), name
+        assert {"scale", "initial_state", "output_final_state"} <= set(names), name
+
+
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus):
+    "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
+    def kernel(order):
+        def run(q, k, v, *rates, scale, initial_state, output_final_state):
+            words = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")
+            rates = {words[word]: rate for word, rate in zip(order.split()[3:], rates)}
+            assert all(t.is_contiguous() for t in (q, k, v, initial_state)) and scale == 1.0 and output_final_state
+            y, S = matrix_scan(q, k, v, **rates, initial_state=initial_state.mT, output_final_state=True, backend="reference")
+            return y, S.mT
+        return run
+    ops = SimpleNamespace(**{name: kernel(order) for name, (_, order) in SIGNATURES.items()})
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
+    monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    t = draw(decay, delta, bonus)
+    y, S = matrix_scan(**t, output_final_state=True, backend="reference")
+    if decay == "head":
+        t["log_decay"] = t["log_decay"][..., None]
+    ours = fla_matrix_scan(**t)
+    if decay == "head" and bonus:
+        assert matrix.fla_kernel(t["k"], t["log_decay"], None, t["bonus"])[1][0].shape == t["k"].shape
+    torch.testing.assert_close(ours[0], y)
+    torch.testing.assert_close(ours[1], S)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+def test_the_kernels_agree_on_a_gpu(decay, delta, bonus):
+    if matrix.fla_trouble():
+        pytest.skip(matrix.fla_trouble())
+    t = {name: tensor.cuda() for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=64, P=64, strongest=1.0).items()}
+    low = {name: tensor.bfloat16() if name in ("q", "k", "x", "beta") else tensor.float() for name, tensor in t.items()}
+    same = {name: tensor.double() for name, tensor in low.items()}
+    for a, b in zip(with_gradients(low, "fla"), with_gradients(same, "chunked")):
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(k=torch.zeros(2, 37, 3, 6)), r"k has shape \(2, 37, 3, 6\); expected \(2, 37, 3, 5\) to match q"),
+    (dict(x=torch.zeros(2, 36, 3, 4)), r"x has shape \(2, 36, 3, 4\); expected \(2, 37, 3, P\) to match q"),
+    (dict(log_decay=torch.zeros(2, 37)), r"log_decay has shape \(2, 37\); expected \(2, 37, 3\) or \(2, 37, 3, 5\)"),
+    (dict(beta=torch.zeros(2, 37, 1)), r"beta has shape \(2, 37, 1\); expected \(2, 37, 3\)"),
+    (dict(initial_state=torch.zeros(2, 3, 5, 4)), r"initial_state has shape \(2, 3, 5, 4\); expected \(2, 3, 4, 5\)"),
+    (dict(beta=torch.zeros(2, 37, 3), bonus=torch.zeros(3, 5)), "bonus is given together with beta"),
+    (dict(q=torch.zeros(2, 37, 5)), r"q has shape \(2, 37, 5\); expected \(B, T, H, N\)"),
+    (dict(backend="fast"), "backend is 'fast'; expected one of 'auto', 'fla', 'chunked', 'reference'"),
+    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU"),
+])
+def test_mistakes_are_told_in_one_line(change, message):
+    t = draw("none", False, False, dtype=torch.float32) | change
+    with pytest.raises(ValueError, match=message) as error:
+        matrix_scan(**t)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_kernels_cannot_run_is_named(monkeypatch):
+    q = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64))
+    x = lambda dtype: SimpleNamespace(dtype=dtype)
+    monkeypatch.setattr(matrix, "fla_trouble", lambda: None)
+    assert "not float64" in matrix.fla_obstacle(q, x(torch.float64), None)
+    assert "delta rule takes bfloat16" in matrix.fla_obstacle(q, x(torch.float32), 1)
+    assert matrix.fla_obstacle(q, x(torch.bfloat16), 1) is None
+    assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == "fla"
+    assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
+    assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"

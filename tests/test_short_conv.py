@@ -1,0 +1,327 @@
+"""The short convolution: both backends against a sum written out in float64; a part in the interpreter, all of it on a GPU."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.scan import triton_conv
+from longhorn_kit.scan.short_conv import causal_conv1d
+from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+BACKENDS = ("torch", "triton")
+
+
+def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=True, seed=0):
+    "Arguments, and the gradients of y and of the final state."
+    gen = torch.Generator().manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+    n = B if sequences is None else sequences
+    a = dict(x=new(B, T, D).to(dtype), weight=new(D, W), bias=new(D) if bias else None,
+             initial_state=new(n, D, W - 1).to(dtype) if state else None)
+    return a, new(B, T, D).to(dtype), new(n, D, W - 1).to(dtype)
+
+
+def summed(x, weight, bias, initial_state, activation="silu"):
+    "y and the final state of one batch, each output a sum over its window."
+    (B, T, D), W = x.shape, weight.shape[1]
+    past = x.new_zeros(B, D, W - 1) if initial_state is None else initial_state
+    row = torch.cat([past.transpose(1, 2), x], 1)
+    y = sum(row[:, j : j + T] * weight[:, j] for j in range(W)) + (0 if bias is None else bias)
+    return y * torch.sigmoid(y) if activation else y, row[:, T:].transpose(1, 2)
+
+
+def results(run, a, dy, dfinal):
+    "y, final state and gradients by name; zeros where nothing depends on an argument."
+    out = run(**a)
+    names = [n for n, t in a.items() if t is not None]
+    found = torch.autograd.grad(out, [a[n] for n in names], (dy.to(out[0].dtype), dfinal.to(out[1].dtype)), allow_unused=True)
+    grads = {n: torch.zeros_like(a[n]) if g is None else g for n, g in zip(names, found)}
+    return dict(y=out[0].detach(), final=out[1].detach(), **grads)
+
+
+def leaves(a, dtype=None):
+    return {n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for n, t in a.items()}
+
+
+def oracle(a, dy, dfinal, activation="silu", bounds=None):
+    def run(x, weight, bias, initial_state):
+        if bounds is None:
+            return summed(x, weight, bias, initial_state, activation)
+        cuts = [(x[:, lo:hi], None if initial_state is None else initial_state[i : i + 1])
+                for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))]
+        parts = [summed(cut, weight, bias, past, activation) for cut, past in cuts]
+        return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
+    return results(run, leaves(a, torch.float64), dy.double(), dfinal.double())
+
+
+def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    run = lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend, **options)
+    return results(run, leaves(a), dy, dfinal)
+
+
+def error(a, b):
+    if not torch.isfinite(a).all():
+        return float("inf")
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
+
+
+def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made):
+    a, dy, dfinal = inputs(B, T, D, W, None if bounds is None else len(bounds) - 1, dtype, **made)
+    got, want = ours(a, dy, dfinal, backend, bounds, activation=activation), oracle(a, dy, dfinal, activation, bounds)
+    bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
+    assert got.keys() == want.keys() and not bad, bad
+
+
+@pytest.fixture
+def small(monkeypatch):
+    "Plans so small that short inputs need many programs."
+    monkeypatch.setattr(triton_conv, "conv_plan", lambda B, T, D, way="forward": ConvPlan(4, 2, 4, 2 if way == "backward" else 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("B, T, D, W", [(2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3)])
+def test_outputs_and_gradients(B, T, D, W, backend, small):
+    assert_right(B, T, D, W, backend)
+
+
+@pytest.mark.parametrize("options", [dict(activation=None), dict(bias=False), dict(state=False), dict(dtype=torch.bfloat16)])
+def test_options(options, small):
+    assert_right(1, 9, 3, 4, **options)
+    if "dtype" not in options:
+        assert_right(1, 9, 3, 4, "torch", **options)
+
+
+def test_plans_for_real_shapes():
+    assert_right(1, 18, 33, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_shorter_than_the_window_and_empty_ones(backend, small):
+    assert_right(1, 21, 3, 4, backend, bounds=[0, 0, 2, 14, 15, 21])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_is_bit_identical_to_alone(backend, small):
+    bounds = [0, 9, 11, 20]
+    a, dy, dfinal = inputs(1, 20, 3, 4, 3)
+    packed = ours(a, dy, dfinal, backend, bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
+        alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
+        assert torch.equal(alone["y"], packed["y"][:, lo:hi]) and torch.equal(alone["x"], packed["x"][:, lo:hi])
+        assert torch.equal(alone["final"], packed["final"][i : i + 1])
+        assert torch.equal(alone["initial_state"], packed["initial_state"][i : i + 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=3, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5), min_size=2, max_size=4), W=st.integers(2, 5))
+def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
+    a, *_ = inputs(2, sum(lengths), 3, W)
+    whole = causal_conv1d(**a, output_final_state=True, backend=backend)
+    parts, past = [], a["initial_state"]
+    for piece in a["x"].split(lengths, 1):
+        y, past = causal_conv1d(piece, a["weight"], a["bias"], initial_state=past, output_final_state=True, backend=backend)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole[0])
+    assert torch.equal(past, whole[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("B, T, D", [(1, 0, 3), (0, 4, 3), (2, 3, 0)])
+def test_nothing_in_nothing_out(B, T, D, backend):
+    assert_right(B, T, D, 4, backend)
+
+
+def test_strides_do_not_matter(small):
+    a, dy, dfinal = inputs(1, 5, 6, 4)
+    wide = {**a, "x": torch.cat([a["x"], a["x"]], -1)[..., :6], "weight": a["weight"].t().contiguous().t()}
+    last = {**a, "x": a["x"].transpose(1, 2).contiguous().transpose(1, 2)}
+    plain = ours(a, dy, dfinal)
+    for variant in (wide, last):
+        run = lambda **t: causal_conv1d(**t, output_final_state=True, backend="triton")
+        kept = {n: t.requires_grad_() for n, t in variant.items()}
+        got = results(run, kept, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
+        assert all(torch.equal(got[n], plain[n]) for n in plain)
+
+
+def test_conv1d_weights_are_taken_as_they_are():
+    a, *_ = inputs(1, 5, 3, 4)
+    assert torch.equal(causal_conv1d(a["x"], a["weight"][:, None], a["bias"]), causal_conv1d(a["x"], a["weight"], a["bias"]))
+
+
+def test_bits_do_not_depend_on_the_plan():
+    a, dy, dfinal = inputs(1, 13, 3, 4)
+    x, w, c, h = a.values()
+    runs = []
+    for plan in (ConvPlan(4, 2, 2), ConvPlan(8, 4, 4, 2), ConvPlan(16, 8, 8)):
+        dx, _, _, dh = conv_backward(dy, dfinal, x, w, c, h, None, True, plan)
+        runs.append((*conv_forward(x, w, c, h, None, True, True, plan), dx, dh))
+    assert all(torch.equal(p, q) for other in runs[1:] for p, q in zip(runs[0], other))
+
+
+def test_memory_around_and_before_is_not_read(monkeypatch, small):
+    "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
+    a, dy, dfinal = inputs(1, 5, 3, 4)
+    want = ours(a, dy, dfinal)
+    empty = torch.empty
+    def poisoned(*size, **options):
+        t = empty(*size, **options)
+        return t.fill_(float("nan")) if t.is_floating_point() else t
+    monkeypatch.setattr(torch, "empty", poisoned)
+    inside = {}
+    for n, t in a.items():
+        big = poisoned(*(s + 7 for s in t.shape), device=DEVICE)
+        inside[n] = big[tuple(slice(3, 3 + s) for s in t.shape)].copy_(t)
+    run = lambda **t: causal_conv1d(**t, output_final_state=True, backend="triton")
+    got = results(run, {n: t.requires_grad_() for n, t in inside.items()}, dy, dfinal)
+    assert all(error(got[n], want[n]) < 1e-6 for n in want)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")      # NumPy's word for what the GPU does in silence
+def test_extremes_stay_finite(small):
+    a, dy, dfinal = inputs(1, 8, 3, 4)
+    a["x"][0, 1:4] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
+    assert all(torch.isfinite(t).all() for t in ours(a, dy, dfinal).values())
+
+
+def test_one_output_without_the_other():
+    a, dy, dfinal = inputs(1, 5, 3, 4)
+    for backend in BACKENDS:
+        r = leaves(a)
+        y = causal_conv1d(**r, backend=backend)
+        _, final = causal_conv1d(**r, output_final_state=True, backend=backend)
+        g = torch.autograd.grad(final, (r["x"], r["initial_state"]), dfinal)
+        assert torch.equal(g[0][:, 2:], dfinal.transpose(1, 2)) and not g[0][:, :2].any() and not g[1].any()
+        assert y.shape == (1, 5, 3)
+
+
+def test_operations_are_well_formed(small):
+    a, dy, dfinal = inputs(1, 2, 2, 2)
+    r = leaves(a)
+    cu = torch.tensor([0, 1, 2], device=DEVICE)
+    torch.library.opcheck(triton_conv._short_conv, (*r.values(), None, True, True))
+    packed = {**r, "initial_state": None}
+    torch.library.opcheck(triton_conv._short_conv, (*packed.values(), cu, False, False))
+    torch.library.opcheck(triton_conv._short_conv_backward, (dy, dfinal, *a.values(), None, True))
+
+
+def test_compiles_without_graph_breaks(small):
+    a, dy, _ = inputs(1, 4, 2, 3)
+    r = leaves(a)
+    run = lambda x, w, c, h: causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    args = list(r.values())
+    torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args))
+
+
+def test_second_derivative_by_torch_and_refused_by_triton(small):
+    a, *_ = inputs(1, 3, 2, 3)
+    for backend in BACKENDS:
+        r = leaves(a)
+        g, = torch.autograd.grad(causal_conv1d(**r, backend=backend).square().sum(), r["x"], create_graph=True)
+        if backend == "torch":
+            assert torch.autograd.grad(g.sum(), r["weight"])[0].abs().sum() > 0
+        else:
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                g.sum().backward()
+
+
+def test_autocast_and_mixed_types():
+    a, *_ = inputs(1, 5, 3, 4)
+    low = a["x"].bfloat16()
+    for backend in BACKENDS:
+        y, final = causal_conv1d(low, a["weight"], a["bias"], output_final_state=True, backend=backend)
+        assert y.dtype == final.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05)
+
+
+X, WEIGHT = torch.zeros(2, 5, 3), torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: causal_conv1d(X, WEIGHT.T), r"weight has shape \(4, 3\); expected \(3, W\) or \(3, 1, W\) to match x"),
+    (lambda: causal_conv1d(X[0], WEIGHT), r"x has shape \(5, 3\); expected \(B, T, D\)"),
+    (lambda: causal_conv1d(X, WEIGHT, torch.zeros(4)), r"bias has shape \(4,\); expected \(3,\)"),
+    (lambda: causal_conv1d(X, WEIGHT, activation="relu"), "activation is 'relu'; expected one of 'silu', 'swish', None"),
+    (lambda: causal_conv1d(X, WEIGHT, backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'triton', 'torch'"),
+    (lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4)), r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)"),
+    (lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"), "cannot run this: they take float32, bfloat16 and float16"),
+    (lambda: causal_conv1d(X, torch.zeros(3, 9), backend="triton"), "they take filters of up to 8 taps, and weight has 9"),
+    (lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])), r"with cu_seqlens the batch size is 1"),
+    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "bounds that never decrease"),
+    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "from 0 to 5, the length of x"),
+    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])), "expected an int32 or int64 tensor"),
+])
+def test_mistakes_are_told_in_one_line(call, message):
+    with pytest.raises(ValueError, match=message) as problem:
+        call()
+    assert "\n" not in str(problem.value)
+
+
+# ---- the whole, on a GPU
+SHAPES = [(2, 67, 40, 4), (1, 1300, 129, 3), (3, 33, 31, 2), (2, 500, 96, 8), (1, 4097, 64, 5), (2, 41, 1030, 4), (1, 17, 1, 1), (4, 1, 256, 4)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gpu_parity(shape, dtype):
+    assert_right(*shape, dtype=dtype)
+    assert_right(*shape, dtype=dtype, state=False, bias=False, activation=None)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gpu_packed(dtype):
+    bounds = [0, 1, 1, 300, 333, 1200]
+    assert_right(1, 1200, 72, 4, bounds=bounds, dtype=dtype)
+    a, dy, dfinal = inputs(1, 1200, 72, 4, 5, dtype)
+    packed = ours(a, dy, dfinal, "triton", bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
+        alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1])
+        assert torch.equal(alone["y"], packed["y"][:, lo:hi]) and torch.equal(alone["x"], packed["x"][:, lo:hi])
+        assert torch.equal(alone["final"], packed["final"][i : i + 1])
+
+
+@pytest.mark.cuda
+def test_gpu_gradients_repeat_bit_for_bit():
+    a, dy, dfinal = inputs(4, 1000, 300, 4, dtype=torch.bfloat16)
+    first, second = (ours(a, dy, dfinal) for _ in range(2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.cuda
+def test_gpu_offsets_beyond_two_to_the_31():
+    B, T, D = 1, 1_100_000, 2048
+    x = torch.randn(B, T, D, device=DEVICE, dtype=torch.bfloat16)
+    w, c = torch.randn(D, 4, device=DEVICE), torch.randn(D, device=DEVICE)
+    y = causal_conv1d(x, w, c)
+    tail = causal_conv1d(x[:, -70:], w, c)
+    assert torch.equal(y[:, -60:], tail[:, -60:])
+    dx, *_ = conv_backward(y, None, x, w, c, None, None, True)
+    near, *_ = conv_backward(y[:, -70:], None, x[:, -70:], w, c, None, None, True)
+    assert torch.equal(dx[:, -60:], near[:, -60:])
+
+
+@pytest.mark.cuda
+def test_gpu_cuda_graph_and_inductor():
+    a, dy, dfinal = inputs(2, 300, 64, 4, dtype=torch.bfloat16)
+    want = ours(a, dy, dfinal)
+    compiled = torch.compile(causal_conv1d, fullgraph=True)
+    run = lambda **t: compiled(**t, output_final_state=True)
+    got = results(run, leaves(a), dy, dfinal)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    with torch.no_grad():
+        causal_conv1d(**a)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = causal_conv1d(**a)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(y, want["y"])

@@ -1,0 +1,45 @@
+"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each other."""
+import json
+import pathlib
+
+import pytest
+import torch
+
+from longhorn_kit.scan.op import longhorn_scan
+from longhorn_kit.scan.speed import issue_floor, scan_bytes, scan_floors, scan_operations, scan_products, scan_specials
+
+RESULTS = pathlib.Path(__file__).parent.parent / "kernels" / "results"
+RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
+
+
+@pytest.mark.parametrize("dtype, gated", [(torch.bfloat16, True), (torch.float32, False)])
+def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
+    B, T, D, N = 2, 8, 6, 4
+    new = lambda *s: torch.randn(s).to(dtype).requires_grad_()
+    q, k, x, b, z = new(B, T, N), new(B, T, N), new(B, T, D), new(B, T, D), new(B, T, D) if gated else None
+    given = [t for t in (q, k, x, b, z) if t is not None]
+    out = longhorn_scan(q, k, x, b, z=z)
+    grads = torch.autograd.grad(out, given, torch.ones_like(out))
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+    sizes = dict(z=gated, itemsize=x.element_size(), kept=0.0)
+    assert scan_bytes(B, T, D, N, **sizes) == size([*given, out])
+    assert scan_bytes(B, T, D, N, "backward", **sizes) == size([*given, out, *grads])      # dout is as large as out
+    states = 4 * B * D * N * T // 4                                                        # one fp32 state every 4 steps
+    assert scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4)) == size([*given, out]) + states
+
+
+def test_the_diagonal_count_is_that_of_its_compiled_kernel():
+    rows = json.loads((RESULTS / "sm_90.json").read_text())["rows"]
+    found = {r["kernel"]: r["instructions_per_step"] for r in rows if r["case"] == "fast diagonal" and r["instructions_per_step"]}
+    for kernel, way in (("_diagonal_fwd_kernel", "forward"), ("_diagonal_bwd_kernel", "backward")):
+        counted = found[kernel]["fp32"] + found[kernel]["other"]          # conversions are not fp32 instructions
+        assert 0.8 < scan_operations("diagonal", 16, way) / counted < 1.25
+    assert scan_specials("diagonal", 16) == found["_diagonal_fwd_kernel"]["special"]
+
+
+def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part():
+    assert scan_operations("exact", 16, chunk=16) < scan_operations("exact", 16) < scan_operations("diagonal", 16)
+    assert scan_products("exact", 16, chunk=16) > 0 == scan_products("exact", 16) == scan_products("diagonal", 16, chunk=16)
+    floors = scan_floors("s6", 8, 2048, 2048, 16, "forward", RATES)
+    assert max(floors, key=floors.get) == "specials"
+    assert issue_floor(1, 32, 32, 100, RATES) == pytest.approx(1e3 * 32 * 100 / (RATES["operations"] / 32))

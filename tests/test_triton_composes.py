@@ -1,0 +1,319 @@
+"""The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs, sharding, and what is kept for the backward.
+
+The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from scan_cases import DEVICE, TOLERANCE, assert_close, call, error, gradients, inputs, kernels, leaves
+from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.chunked import chunked_scan
+from longhorn_kit.scan.op import longhorn_scan, selective_scan
+from longhorn_kit.scan.triton_op import triton_scan
+
+GPU = DEVICE == "cuda"
+DTYPE = torch.bfloat16 if GPU else torch.float32
+SIZES = (2, 128, 64, 16) if GPU else (1, 3, 2, 2)              # B, T, D, N
+COMPILER = "inductor" if GPU else "aot_eager"
+NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
+
+
+@pytest.fixture(params=("portable", "fast") if GPU else ("portable",))
+def path(request, monkeypatch):
+    "Both kernels on a GPU, the portable ones on a CPU."
+    monkeypatch.setattr(triton_op, "FAST", request.param == "fast")
+    torch._dynamo.reset()
+    return request.param
+
+
+def arguments(form="diagonal", sizes=SIZES, **options):
+    "Leaves, and the gradients of both outputs."
+    a, dout, dfinal = inputs(*sizes, form, dtype=DTYPE, **options)
+    return leaves(a), dout, dfinal
+
+
+def scan(a, form="diagonal", **options):
+    "The public operation on the Triton kernels."
+    return longhorn_scan(*(a[n] for n in NAMES), form=form, initial_state=a["initial_state"], output_final_state=True,
+                         backend="triton", **options)
+
+
+def assert_same(got, want):
+    assert all(torch.equal(got[n], want[n]) for n in want), [n for n in want if not torch.equal(got[n], want[n])]
+
+
+# ---- compilers
+
+@pytest.mark.parametrize("form, options", (("diagonal", {}), ("s6", dict(sequences=2))) if not GPU else
+                         [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_timed") for o in ({}, dict(sequences=2))])
+def test_the_operation_is_well_formed(form, options, path):
+    "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
+    B, T, D, N = SIZES
+    a, *_ = arguments(form, (1, T, D, N), **options)
+    bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=DEVICE) if options else None
+    spacing = 16 if options else 0
+    args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True)
+    torch.library.opcheck(triton_op._scan, args)
+
+
+@pytest.mark.parametrize("form", ("diagonal", "exact") if GPU else ("exact",))
+def test_compiles_as_one_graph(form, path):
+    a, dout, dfinal = arguments(form)
+    compiled = torch.compile(lambda a: scan(a, form), fullgraph=True, backend=COMPILER)
+    assert_same(gradients(compiled(a), (dout, dfinal), a), gradients(scan(a, form), (dout, dfinal), a))
+
+
+def test_compiles_packed_sequences_as_one_graph(path):
+    B, T, D, N = SIZES
+    a, dout, dfinal = arguments(sizes=(1, T, D, N), sequences=2)
+    bounds = torch.tensor([0, 1, T], device=DEVICE)
+    compiled = torch.compile(lambda a, bounds: scan(a, cu_seqlens=bounds), fullgraph=True, backend=COMPILER)
+    out, final = compiled(a, bounds)
+    want = scan(a, cu_seqlens=bounds)
+    assert torch.equal(out, want[0]) and torch.equal(final, want[1])
+    with pytest.raises(Exception, match="only backend 'triton' runs it then"):
+        torch.compile(lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="chunked"),
+                      fullgraph=True, backend="eager")(a)
+
+
+def test_one_compiled_graph_serves_every_length(path):
+    B, T, D, N = SIZES
+    graphs = []
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+    compiled = torch.compile(lambda q, k, x, b: longhorn_scan(q, k, x, b, backend="triton"), fullgraph=True, dynamic=True, backend=count)
+    for steps in (T, T + 1, T + 16):
+        a = inputs(B, steps, D, N, dtype=DTYPE)[0]
+        args = [a[n] for n in "qkxb"]
+        assert torch.equal(compiled(*args), longhorn_scan(*args, backend="triton"))
+    assert len(graphs) == 1
+
+
+class Layer(nn.Module):
+    "Projections round a scan: what a mixer is, without the rest."
+
+    def __init__(self, D, N, form="diagonal"):
+        super().__init__()
+        self.D, self.N, self.form = D, N, form
+        self.into, self.out = nn.Linear(D, 3 * D + 2 * N), nn.Linear(D, D)
+        self.skip = nn.Parameter(torch.ones(D))
+
+    def forward(self, u):
+        x, b, z, q, k = self.into(u).split([self.D, self.D, self.D, self.N, self.N], -1)
+        return self.out(longhorn_scan(q, k, x, b, None, self.skip, z, form=self.form, backend="triton"))
+
+
+def layer_and_input(form="diagonal", seed=0):
+    B, T, D, N = SIZES
+    torch.manual_seed(seed)
+    return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
+
+
+def test_exports(path):
+    layer, u = layer_and_input()
+    with torch.no_grad():
+        program = torch.export.export(layer, (u,))
+        calls = [str(n.target) for n in program.graph.nodes if "longhorn" in str(n.target)]
+        assert calls == ["longhorn_kit.scan.default"]
+        assert torch.equal(program.module()(u), layer(u))
+
+
+# ---- precision
+
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
+    "Under autocast the projections are bfloat16 and so are the scan's inputs; the skip weight stays float32."
+    layer, u = layer_and_input(form)
+    whole = layer(u)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = layer(u)
+    assert out.dtype == torch.bfloat16 and error(out, whole) < 2e-2
+    out.float().square().sum().backward()
+    grads = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    whole.square().sum().backward()
+    assert all(g.dtype == torch.float32 and error(g, p.grad) < 5e-2 for g, p in zip(grads, layer.parameters()))
+
+
+# ---- memory
+
+def bytes_kept(run, given):
+    "Bytes that autograd keeps for the backward beyond the tensors that were there before."
+    kept, mine = {}, {t.untyped_storage().data_ptr() for t in given if t is not None}
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in mine:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6"))
+@pytest.mark.parametrize("N", (16, 5, 64) if GPU else (3,))
+def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
+    sizes = (2, 2048, 64, N) if GPU else (1, 32, 2, N)
+    a, *_ = arguments(form, sizes)
+    kept = {c: bytes_kept(lambda: call(a, form, checkpoint=c), a.values()) / a["x"].numel() for c in ("fast", "small")}
+    assert kept["small"] <= 1 < kept["fast"], kept
+    with torch.no_grad():
+        assert bytes_kept(lambda: call(a, form), a.values()) == 0
+
+
+@pytest.mark.parametrize("bounds", (None, [0, 0, 3, 20, 21]))
+@pytest.mark.parametrize("form", ("diagonal", "exact", "s6") if GPU else ("diagonal",))
+def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
+    sizes = (1, 21, 64, 16) if GPU else (1, 21, 2, 3)
+    a, dout, dfinal = inputs(*sizes, form, dtype=DTYPE, sequences=None if bounds is None else 4)
+    fast, small = (kernels(a, dout, dfinal, form, bounds, checkpoint=c) for c in ("fast", "small" if not GPU else 16))
+    assert torch.equal(fast[0], small[0]) and torch.equal(fast[1], small[1])
+    if GPU:                                            # block sizes differ, and with them the order of a sum
+        assert_close({n: error(small[2][n], g) for n, g in fast[2].items()}, DTYPE)
+    else:
+        assert_same(small[2], fast[2])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
+    a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
+    fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
+    assert torch.equal(fast[0], small[0])
+    assert_close({n: error(small[2][n], g) for n, g in fast[2].items()}, DTYPE)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_gpu_small_checkpoints_packed_is_bit_identical_to_alone(form, path):
+    from scan_cases import one_sequence
+    bounds = [0, 640, 641, 1300]
+    a, dout, dfinal = inputs(1, 1300, 64, 16, form, dtype=DTYPE, sequences=3)
+    out, final, grads = kernels(a, dout, dfinal, form, bounds, checkpoint="small")
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form, checkpoint="small")
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
+        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+
+
+def test_every_backend_takes_the_argument_and_names_a_wrong_one():
+    a, *_ = arguments(sizes=(1, 3, 2, 2))
+    args = [a[n].float() for n in NAMES]
+    for backend in ("reference", "chunked"):
+        assert torch.equal(longhorn_scan(*args, backend=backend, checkpoint="small"), longhorn_scan(*args, backend=backend))
+    for wrong in ("tiny", 5, 0, None):
+        with pytest.raises(ValueError, match="checkpoint is .*; expected one of 'fast', 'small', 4, 8"):
+            longhorn_scan(*args, checkpoint=wrong)
+    with pytest.raises(ValueError, match="checkpoint is 12"):
+        selective_scan(*args[:4], torch.zeros(2, 2, device=DEVICE), checkpoint=12)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_activation_checkpointing(reentrant, path):
+    a, *_ = arguments()
+    run = lambda x: scan({**a, "x": x})[0].float().square().sum()
+    run(a["x"]).backward()
+    plain = {n: a[n].grad.clone() for n in NAMES}
+    for t in a.values():
+        if t is not None:
+            t.grad = None
+    checkpoint(run, a["x"], use_reentrant=reentrant).backward()
+    assert_same({n: a[n].grad for n in NAMES}, plain)
+
+
+def test_second_derivative_is_refused_in_words(path):
+    a, *_ = arguments()
+    grad, = torch.autograd.grad(scan(a)[0].sum(), a["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative.*backend='reference' has one"):
+        grad.sum().backward()
+    with torch.no_grad():
+        out = scan(a)[0]
+    assert not out.requires_grad
+
+
+# ---- graphs and sharding
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bounds", (None, (0, 50, 128)))
+@pytest.mark.parametrize("checkpoint", ("fast", "small"))
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path):
+    B, T, D, N = SIZES
+    a, dout, dfinal = arguments(form, (1, T, D, N) if bounds else SIZES, sequences=len(bounds) - 1 if bounds else None)
+    cu = torch.tensor(bounds, device=DEVICE, dtype=torch.int32) if bounds else None
+    run = lambda: scan(a, form, cu_seqlens=cu, checkpoint=checkpoint)
+    want = run()
+    want_grads = gradients(want, (dout, dfinal), a)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradients(run(), (dout, dfinal), a)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+        grads = gradients(got, (dout, dfinal), a)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert_same(grads, want_grads)
+
+
+def shard_and_train(rank, world, store, results):
+    "One process of the sharded run: gradients of a layer whose parameters are spread over all."
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl" if GPU else "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    layer, u = layer_and_input()
+    fully_shard(layer)
+    loss = layer(u[:, rank:]).square().sum()
+    loss.backward()
+    grads = {n: p.grad.full_tensor().cpu() for n, p in layer.named_parameters()}
+    if rank == 0:
+        torch.save(grads, results)
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_train(path):
+    "FSDP2: two processes on a CPU, one on a GPU; gradients are the mean over the processes."
+    world = 1 if GPU else 2
+    with tempfile.TemporaryDirectory() as folder:
+        store, results = os.path.join(folder, "store"), os.path.join(folder, "grads.pt")
+        if world == 1:
+            shard_and_train(0, 1, store, results)
+        else:
+            torch.multiprocessing.spawn(shard_and_train, (world, store, results), nprocs=world)
+        grads = torch.load(results)
+    layer, u = layer_and_input()
+    for rank in range(world):
+        (layer(u[:, rank:]).square().sum() / world).backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad.cpu(), rtol=1e-4, atol=1e-5)
+
+
+# ---- length
+
+def long_case(T, D, N, form):
+    a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, z=False)
+    want = leaves({n: t if t is None else t.cpu() for n, t in a.items()}, torch.float64)
+    return a, dout, dfinal, want
+
+
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
+    "A million steps on a GPU; in the interpreter as many as it has patience for."
+    T, D, N = (2**20, 8, 4) if GPU else (130, 2, 2)
+    a, dout, dfinal, want = long_case(T, D, N, form)
+    out, final, grads = kernels(a, dout, dfinal, form) if GPU else (*call(a, form), {})
+    out_, final_ = chunked_scan(*(want[n] for n in NAMES), form=form, initial_state=want["initial_state"], chunk=256)
+    found = dict(out=error(out.cpu(), out_.detach()), final=error(final.cpu(), final_.detach()))
+    if grads:
+        right = gradients((out_, final_), (dout.cpu().double(), dfinal.cpu().double()), want)
+        found |= {n: error(grads[n].cpu(), g) for n, g in right.items()}
+    assert_close(found, DTYPE)

@@ -1,0 +1,285 @@
+"""The vision backbones: timm's own checks on them, reversal, positions at other sizes, bad input."""
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from longhorn_kit.models import vision
+from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
+from longhorn_kit.scan.reference import reference_scan
+
+NANO = [f"{scan}_vim_nano_patch2_8" for scan in SCANS]
+ALL = [f"{scan}_vim_{size}" for scan in SCANS for size in vision.SIZES]
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    return timm.create_model(name, **options)
+
+
+def images(model, batch_size=2):
+    torch.manual_seed(1)
+    return torch.randn(batch_size, *model.default_cfg["input_size"])
+
+
+def test_every_model_is_listed_and_the_kit_itself_does_not_import_timm():
+    assert set(timm.list_models("*_vim_*", include_tags=False)) >= set(ALL)
+    assert len(timm.list_models("longhorn*")) == 2 * len(vision.SIZES)
+    code = "import sys, longhorn_kit, longhorn_kit.models; sys.exit('timm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# timm's own model tests, on the small models
+
+@pytest.mark.parametrize("name", NANO)
+def test_forward_and_checkpointing(name):
+    model = build(name).eval()
+    x = images(model)
+    y = model(x)
+    assert y.shape == (2, 10) and not y.isnan().any()
+    model.set_grad_checkpointing()
+    assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NANO)
+def test_backward_reaches_every_parameter(name):
+    model = build(name, num_classes=42).train()
+    y = model(images(model))
+    y.mean().backward()
+    assert y.shape[-1] == 42
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("name", NANO)
+def test_default_cfg_and_classifier(name):
+    model = build(name).eval()
+    cfg, weights = model.default_cfg, model.state_dict()
+    assert model.num_classes > 0 and model.num_features > 0 and model.head_hidden_size > 0
+    x = images(model, 1)
+    features = model.forward_features(x)
+    before = model.forward_head(features, pre_logits=True)
+    assert features.shape == (1, 17, model.num_features) and before.shape == (1, model.head_hidden_size)
+    assert f"{cfg['classifier']}.weight" in weights and f"{cfg['first_conv']}.weight" in weights
+    assert model.get_classifier() is model.head
+    model.reset_classifier(0)
+    assert model.num_classes == 0 and model(x).shape == before.shape
+    model.reset_classifier(0, "")
+    assert torch.equal(model(x), features)
+    model.reset_classifier(7, "avg")
+    assert model(x).shape == (1, 7)
+    assert build(name, num_classes=0)(x).shape == (1, model.num_features)
+
+
+@pytest.mark.parametrize("name", NANO)
+def test_scripted_traced_and_exported_models_agree(name):
+    from timm.models import get_notrace_functions, get_notrace_modules
+    from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+    model = build(name).eval()
+    x = images(model)
+    with torch.no_grad():
+        y = model(x)
+        assert torch.allclose(torch.jit.script(model)(x), y, atol=1e-5)
+        assert torch.allclose(torch.export.export(model, (x,)).module()(x), y, atol=1e-5)
+        options = dict(leaf_modules=list(get_notrace_modules()), param_shapes_constant=True,
+                       autowrap_functions=list(get_notrace_functions()))
+        _, nodes = get_graph_node_names(model, tracer_kwargs=options)
+        traced = create_feature_extractor(model, return_nodes=[nodes[-1]], tracer_kwargs=options)
+        assert torch.equal(traced(x)[nodes[-1]], y)
+
+
+@pytest.mark.parametrize("name", NANO)
+def test_features_of_every_block(name):
+    model = build(name, depth=3).eval()
+    x = images(model, 1)
+    final, kept = model.forward_intermediates(x)
+    info = timm.models.FeatureInfo(model.feature_info, len(model.feature_info))
+    assert len(kept) == len(info.channels()) == 3
+    for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
+        side = math.ceil(8 / reduction)
+        assert feature.shape == (1, channels, side, side) and not feature.isnan().any()
+    assert torch.allclose(final, model.forward_features(x))
+    normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)
+    assert torch.allclose(normed[0], final[:, 1:])
+    model.set_grad_checkpointing()
+    assert torch.allclose(model.forward_intermediates(x)[0], final, rtol=1e-4, atol=1e-5)
+
+
+def test_intermediates_in_every_form():
+    model = build(NANO[0], depth=3).eval()
+    x = images(model)
+    pairs = model.forward_intermediates(x, [0, 2], return_prefix_tokens=True, intermediates_only=True)
+    assert [(a.shape, b.shape) for a, b in pairs] == [((2, 64, 4, 4), (2, 1, 64))] * 2
+    early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
+    assert torch.equal(early[0], pairs[0][0])
+    parts = model.forward_intermediates(x, [0], output_dict=True, return_prefix_tokens=True)
+    assert set(parts) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
+    assert torch.equal(parts["image_intermediates_prefix"][0], pairs[0][1])
+    with pytest.raises(ValueError, match="output_fmt is 'NHWC'; expected NCHW or NLC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+def test_features_only_and_pruning():
+    features = timm.create_model(NANO[0], features_only=True, depth=3, out_indices=(0, 2)).eval()
+    outputs = features(torch.randn(1, 1, 8, 8))
+    assert [o.shape[1] for o in outputs] == features.feature_info.channels() == [64, 64]
+    assert features.feature_info.reduction() == [2, 2]
+    model = build(NANO[0], depth=3)
+    assert model.prune_intermediate_layers(indices=[1]) == [1]
+    assert len(model.blocks) == 2 and model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
+
+
+# what timm's training tools read
+
+def test_parameter_groups():
+    from timm.models import group_parameters
+    from timm.optim import param_groups_weight_decay
+    model = build("mamba_vim_nano_patch2_8")
+    kept = model.no_weight_decay()
+    assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
+    assert {name.split(".")[-1] for name in kept} == {"cls_token", "pos_embed", "A_log", "D_skip"}
+    frozen, decayed = param_groups_weight_decay(model, 0.05, model.no_weight_decay())
+    assert frozen["weight_decay"] == 0 and all(p.ndim > 1 for p in decayed["params"])
+    layers = group_parameters(model, model.group_matcher(), reverse=True)
+    assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
+    assert layers["blocks.0.norm.weight"] == 1 and layers["blocks.1.norm.weight"] == 2
+    assert layers["norm.weight"] == 2 and layers["head.weight"] == 3 # as timm groups its own ViT
+
+
+def test_drop_path_and_dropout_are_off_in_evaluation():
+    model = build(NANO[0], drop_path_rate=0.5, drop_rate=0.5, pos_drop_rate=0.5)
+    assert isinstance(model.blocks[0].drop_path, torch.nn.Identity)
+    assert model.blocks[1].drop_path.drop_prob == 0.5
+    x = images(model)
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+
+
+# reversal and the middle
+
+def blocks_by_hand(model, x):
+    "The model with explicit loops over time in float64, both directions."
+    tokens = vision.put_middle(model._pos_embed(model.patch_embed(x)))
+    for block in model.blocks:
+        mixer = block.mixer
+        u, z = mixer.in_proj(block.norm(tokens)).chunk(2, -1)
+        total = 0
+        for part, turn in ((mixer.ahead, False), (mixer.back, True)):
+            v = u.flip(1) if turn else u
+            padded = torch.nn.functional.pad(v, (0, 0, 3, 0))
+            taps = part.conv1d.weight[:, 0] # (D,4)
+            x_ = torch.stack([(padded[:, t:t + 4] * taps.T).sum(1) for t in range(v.shape[1])], 1)
+            x_ = torch.nn.functional.silu(x_ + part.conv1d.bias)
+            low, k, q = part.x_proj(x_).split(part.sizes, -1)
+            y, _ = reference_scan(q, k, x_, low @ part.b_proj.weight.T, part.b_proj.bias, part.D_skip)
+            total = total + (y.flip(1) if turn else y)
+        tokens = tokens + mixer.out_proj(total / 2 * torch.nn.functional.silu(z))
+    return model.head(model.norm(tokens)[:, (tokens.shape[1] - 1) // 2])
+
+
+def test_model_equals_the_written_out_equations():
+    model = build(NANO[0]).double().eval()
+    x = images(model).double()
+    assert torch.allclose(model(x), blocks_by_hand(model, x), atol=1e-10)
+
+
+def test_class_token_sees_the_first_and_the_last_patch():
+    model = build(NANO[0], depth=1).eval()
+    x = images(model, 1).requires_grad_()
+    model(x).sum().backward()
+    assert (x.grad != 0).all()
+
+
+def test_turned_image_and_exchanged_directions():
+    "An image turned by 180 degrees is the reversed sequence: exchanging the directions undoes it (no positions)."
+    model = VisionLonghorn(8, 2, 1, 10, embed_dim=16, depth=2, global_pool="avg", class_token=False).eval()
+    torch.nn.init.zeros_(model.pos_embed)
+    weight = model.patch_embed.proj.weight
+    weight.data = (weight + weight.flip(-1, -2)) / 2 # a patch and the turned patch look the same
+    x = torch.randn(1, 1, 8, 8)
+    y = model(x)
+    for block in model.blocks:
+        block.mixer.ahead, block.mixer.back = block.mixer.back, block.mixer.ahead
+    assert torch.allclose(model(x.flip(-1, -2)), y, atol=1e-6)
+    assert not torch.allclose(model(x), y, atol=1e-6)
+
+
+# sizes
+
+def test_trained_at_224_evaluated_at_384():
+    model = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
+    checkpoint = {"model": model.state_dict()}
+    larger = build("longhorn_vim_tiny_patch16_224", depth=1, img_size=384).eval()
+    larger.load_state_dict(vision.checkpoint_filter_fn(checkpoint, larger))
+    assert larger.pos_embed.shape == (1, 1 + 24 * 24, 192)
+    again = build("longhorn_vim_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
+    again.load_state_dict(model.state_dict())
+    moved = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
+    moved.load_state_dict(model.state_dict())
+    moved.set_input_size(img_size=384)
+    x = torch.randn(1, 3, 384, 384)
+    with torch.no_grad():
+        y = larger(x)
+        assert torch.allclose(again(x), y, atol=1e-5) and torch.allclose(moved(x), y, atol=1e-5)
+        small = torch.randn(1, 3, 224, 224)
+        assert torch.equal(again(small), model(small))
+    assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0]) # the class token keeps its own
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 6), (2, 2), (2, 10)])
+def test_any_size_and_padding(shape):
+    model = build(NANO[1], dynamic_img_size=True, dynamic_img_pad=True).eval()
+    assert model(torch.randn(2, 1, *shape)).shape == (2, 10)
+    assert model(torch.randn(2, 1, shape[0] - 1, shape[1])).shape == (2, 10)
+    final, (feature,) = model.forward_intermediates(torch.randn(2, 1, *shape), 1)
+    assert feature.shape == (2, 64, shape[0] // 2, shape[1] // 2)
+
+
+@pytest.mark.parametrize("chans", [1, 3, 5])
+def test_input_channels(chans):
+    model = build(NANO[0], in_chans=chans)
+    assert model(torch.randn(1, chans, 8, 8)).shape == (1, 10)
+
+
+def test_weights_of_a_file_are_loaded(tmp_path):
+    model = build(NANO[0]).eval()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded = timm.create_model(
+        NANO[0], pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "weights.pt"))).eval()
+    x = images(model)
+    assert torch.equal(loaded(x), model(x))
+    other = timm.create_model(NANO[0], pretrained=True, num_classes=3,
+                              pretrained_cfg_overlay=dict(file=str(tmp_path / "weights.pt"))).eval()
+    assert other(x).shape == (2, 3) and torch.equal(other.blocks[0].mixer.in_proj.weight,
+                                                    model.blocks[0].mixer.in_proj.weight)
+
+
+# bad input
+
+@pytest.mark.parametrize("options, message", [
+    (dict(scan="gru"), "scan is 'gru'; expected one of longhorn, longhorn_exact, mamba"),
+    (dict(global_pool="map"), "global_pool is 'map'; expected one of '', 'token'"),
+    (dict(class_token=False), "global_pool is 'token'; expected one of '', 'avg'"),
+])
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        VisionLonghorn(8, 2, 1, 10, embed_dim=16, depth=1, **options)
+
+
+def test_no_published_weights_is_said():
+    with pytest.raises(ValueError, match="longhorn_vim_tiny_patch16_224 has no published weights"):
+        timm.create_model("longhorn_vim_tiny_patch16_224", pretrained=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", NANO)
+def test_gpu_agrees_with_cpu(name):
+    model = build(name).eval()
+    x = images(model)
+    model(x).sum().backward()
+    expected, slope = model(x).detach(), model.blocks[0].mixer.in_proj.weight.grad.clone()
+    model.zero_grad()
+    model.cuda()(x.cuda()).sum().backward()
+    assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-3)
+    assert torch.allclose(model.blocks[0].mixer.in_proj.weight.grad.cpu(), slope, rtol=1e-2, atol=1e-3)

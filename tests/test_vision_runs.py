@@ -1,0 +1,335 @@
+"""Vision runs: data from four sources, corrupt images, resume, whole-set accuracy, the comparison and its record."""
+import io
+import json
+import tarfile
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longhorn_kit.lab import vision_runs as lab
+from longhorn_kit.lab.vision_runs import (
+    CompareConfig, FitConfig, ImageSet, VISION_PRESETS, fit, open_data, train_vision, vision_config)
+
+NANO = "longhorn_vim_nano_patch2_8"
+
+
+def picture(number, label, size=8):
+    "A grey image whose brightness tells its class."
+    noise = np.random.default_rng(number).integers(0, 40, (size, size))
+    return Image.fromarray((noise + 150 * label).astype(np.uint8))
+
+
+def encoded(image, kind="PNG"):
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    for part, count in (("train", 12), ("val", 5)):
+        for label, name in enumerate(("dark", "light")):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                picture(i + 100 * label, label).save(root / part / name / f"{i}.png")
+    return root
+
+
+def small(out, data, **options):
+    options = dict(epochs=2, batch_size=8, warmup_epochs=0, lr=2e-3) | options
+    return train_vision("digits", str(data), out, quiet=True, cpu=True, **options)
+
+
+# presets and settings
+
+def test_presets_are_the_published_recipe():
+    tiny, small_ = (VISION_PRESETS[f"imagenet-vim-{size}"].config for size in ("tiny", "small"))
+    assert (tiny.batch_size, tiny.lr, tiny.weight_decay, tiny.drop_path) == (1024, 5e-4 * 1024 / 512, 0.1, 0.0)
+    assert (small_.batch_size, small_.lr, small_.weight_decay, small_.drop_path) == (512, 1e-3, 0.05, 0.05)
+    for config in (tiny, small_):
+        assert (config.epochs, config.warmup_epochs, config.min_lr, config.warmup_lr) == (300, 5, 1e-5, 1e-6)
+        assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (0.8, 1.0, 0.1, 0.25, 3)
+        assert config.auto_augment == "rand-m9-mstd0.5-inc1" and config.ema == 0.99996 and config.precision == "no"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("imagnet-vim-tiny",), "unknown preset 'imagnet-vim-tiny'; did you mean 'imagenet-vim-tiny'"),
+    (("imagenet-vim-tiny",), "preset imagenet-vim-tiny needs data"),
+    (("digits", "longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
+])
+def test_unknown_names(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        vision_config(*arguments)
+
+
+@pytest.mark.parametrize("override, message", [
+    (dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
+    (dict(epochs=0), "epochs is 0; it must be at least 1"),
+    (dict(precision="fp8"), "precision is 'fp8'"),
+])
+def test_bad_settings(override, message):
+    with pytest.raises(ValueError, match=message):
+        vision_config("digits", **override)
+
+
+# where images come from
+
+def test_four_sources_hold_the_same_images(folder, tmp_path):
+    import datasets
+    readers = {"folder": open_data(str(folder))}
+    rows = {part: [readers["folder"][i].read(j) for j in range(len(readers["folder"][i]))]
+            for i, part in enumerate(("train", "val"))}
+    rows = {part: [(file.read(), label) for file, label in row] for part, row in rows.items()}
+    for part, row in rows.items():
+        features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["dark", "light"]))
+        table = dict(image=[dict(bytes=image, path=None) for image, _ in row], label=[label for _, label in row])
+        name = {"train": "train", "val": "validation"}[part]
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        datasets.Dataset.from_dict(table, features=features).to_parquet(tmp_path / "hub" / f"{name}.parquet")
+        with tarfile.open(tmp_path / f"{part}-000.tar", "w") as tar:
+            for i, (image, label) in enumerate(row):
+                for kind, data in (("cls", str(label).encode()), ("png", image)):
+                    info = tarfile.TarInfo(f"{i:04d}.{kind}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    readers["hub"], readers["shards"] = open_data(f"hf:{tmp_path / 'hub'}"), open_data(f"wds:{tmp_path}")
+    for train, held_out in readers.values():
+        assert (len(train), len(held_out), len(train.classes)) == (24, 10, 2)
+        for part, reader in (("train", train), ("val", held_out)):
+            for i in (0, len(reader) - 1):
+                file, label = reader.read(i)
+                assert (file.read(), label) == rows[part][i]
+
+
+def test_parquet_and_digits_in_memory(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+    images = [picture(i, i % 2) for i in range(4)]
+    for part in ("train", "test"):
+        table = pyarrow.table({"img": [dict(bytes=encoded(image), path="x") for image in images], "label": [0, 1, 0, 1]})
+        parquet.write_table(table, tmp_path / f"{part}.parquet")
+    train, test = lab.cifar10(str(tmp_path))
+    assert train.images.shape == (4, 3, 8, 8) and train.labels.tolist() == [0, 1, 0, 1]
+    assert torch.equal(train.images[2, 1], torch.from_numpy(np.array(images[2])))
+    digits, held_out = lab.digits()
+    assert len(digits.labels) == 1438 and len(held_out.labels) == 359
+    assert digits.images.max() == 255 and set(held_out.labels.tolist()) == set(range(10))
+
+
+def test_bad_folders(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere/train does not exist"):
+        open_data("nowhere")
+    for part in ("train", "val"):
+        (tmp_path / part / "dark").mkdir(parents=True)
+    with pytest.raises(ValueError, match="train holds no images; expected .*CLASS/IMAGE.jpg"):
+        open_data(str(tmp_path))
+    picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
+    (tmp_path / "val" / "odd").mkdir()
+    picture(0, 0).save(tmp_path / "val" / "odd" / "0.png")
+    with pytest.raises(ValueError, match="training and held-out images have different classes .*dark, odd"):
+        open_data(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no shards match"):
+        open_data(f"wds:{tmp_path}")
+
+
+# training, resuming, broken images
+
+def test_training_learns_resumes_to_the_bit_and_keeps_its_weights(folder, tmp_path):
+    from safetensors.torch import load_file
+    whole = small(tmp_path / "whole", folder, epochs=3, mixup=0.8, cutmix=1.0, ema=0.9)
+    assert whole["images"] == 10 and whole["skipped"] == 0 and {"ema_top1", "ema_top5"} <= set(whole)
+    run = lab.VisionRun(vision_config("digits", None, str(folder), epochs=3, batch_size=8, warmup_epochs=0, lr=2e-3,
+                                      mixup=0.8, cutmix=1.0, ema=0.9, cpu=True), tmp_path / "parts")
+    lab.resume_run(run)
+    run.epoch, line = 1, lab.train_epoch(run, lab.progress(9, disable=True))
+    lab.save_run(run)
+    lab.write_jsonl(tmp_path / "parts" / "metrics.jsonl", [{"epoch": 1, **line}, {"epoch": 2, "torn": True}])
+    resumed = small(tmp_path / "parts", folder, epochs=3, mixup=0.8, cutmix=1.0, ema=0.9)
+    assert resumed["loss"] == whole["loss"] and resumed["ema_top1"] == whole["ema_top1"]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    lines = lab.read_jsonl(tmp_path / "parts" / "metrics.jsonl")
+    assert [line["epoch"] for line in lines] == [1, 2, 3] and "torn" not in lines[1]
+    assert small(tmp_path / "whole", folder, epochs=3, mixup=0.8, cutmix=1.0, ema=0.9) == whole # nothing left to do
+
+
+def test_a_folder_of_another_run_is_refused(folder, tmp_path):
+    small(tmp_path / "run", folder, epochs=1)
+    with pytest.raises(ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"):
+        small(tmp_path / "run", folder, epochs=1, lr=3e-3)
+    with pytest.raises(ValueError, match="holds a run with 2 classes; digits has 10"):
+        small(tmp_path / "run", "digits", epochs=1)
+
+
+def test_corrupt_images_are_named_skipped_and_counted(tmp_path, capsys):
+    for part, count in (("train", 9), ("val", 4)):
+        for label, name in enumerate(("dark", "light")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                picture(i + 100 * label, label).save(tmp_path / part / name / f"{i}.png")
+    whole = (tmp_path / "train" / "dark" / "3.png").read_bytes()
+    (tmp_path / "train" / "dark" / "3.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "val" / "light" / "1.png").write_bytes(b"not an image")
+    found = small(tmp_path / "run", tmp_path, epochs=1)
+    assert found["skipped"] == 2 and found["images"] == 7
+    errors = capsys.readouterr().err
+    assert "cannot read" in errors and "train/dark/3.png; skipped" in errors and "val/light/1.png" in errors
+    for path in (tmp_path / "val").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the held-out images can be read"):
+        small(tmp_path / "again", tmp_path, epochs=1)
+
+
+def test_batches_that_do_not_fit(folder, tmp_path):
+    with pytest.raises(ValueError, match="24 training images are fewer than batch_size=64"):
+        small(tmp_path, folder, batch_size=64)
+    with pytest.raises(ValueError, match="batch_size=8 cannot be shared by 1 processes with accumulate=3"):
+        small(tmp_path, folder, accumulate=3)
+
+
+def test_accumulated_parts_are_counted_as_one_step(folder, tmp_path):
+    one = small(tmp_path / "one", folder, epochs=1, accumulate=2)
+    lines = lab.read_jsonl(tmp_path / "one" / "metrics.jsonl")
+    assert len(lines) == 1 and one["loss"] > 0
+    run = lab.VisionRun(vision_config("digits", None, str(folder), batch_size=8, accumulate=2, cpu=True), tmp_path / "two")
+    assert run.updates == 3 and len(run.loader) == 6
+
+
+# images in memory
+
+def easy(count=64):
+    labels = torch.arange(count) % 10
+    images = (labels * 25)[:, None, None, None].expand(count, 1, 8, 8).to(torch.uint8).contiguous()
+    return ImageSet(images, labels)
+
+
+def test_pictures_are_moved_mirrored_and_mixed_consistently():
+    torch.manual_seed(0)
+    images = ImageSet(torch.randint(1, 255, (32, 1, 8, 8), dtype=torch.uint8), torch.arange(32) % 10)
+    plain = FitConfig(batch_size=8, pad=0, flip=False, cutmix=0.0, smoothing=0.0)
+    seen = [(x, y) for x, y in lab.Pictures(images, 10, plain).epoch()]
+    assert len(seen) == 4
+    got = {bytes(x.numpy().tobytes()): int(y.argmax()) for batch in seen for x, y in zip(*batch)}
+    assert got == {bytes(x.numpy().tobytes()): int(y) for x, y in zip(*images)}
+    same = [lab.Pictures(images, 10, FitConfig(batch_size=8, seed=3)).epoch() for _ in range(2)]
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(*same))
+    ones = ImageSet(torch.arange(8, dtype=torch.uint8)[:, None, None, None].expand(8, 1, 8, 8).contiguous(), torch.arange(8))
+    mixed = lab.Pictures(ones, 8, FitConfig(batch_size=8, pad=0, cutmix=1.1, smoothing=0.0))
+    for x, y in mixed.epoch(): # the share of pixels is the share of the label
+        for image, label in zip(x, y):
+            share = torch.stack([(image == value).float().mean() for value in range(8)])
+            assert torch.allclose(share, label, atol=1e-6)
+
+
+def test_accuracy_counts_every_image_once():
+    class Guess(torch.nn.Module):
+        pretrained_cfg = dict(mean=(0.0,), std=(1.0,))
+        def forward(self, x):
+            return torch.nn.functional.one_hot((x[:, 0, 0, 0] * 255 / 25).round().long(), 10).float()
+    images = easy(25)
+    wrong = ImageSet(images.images, (images.labels + (torch.arange(25) < 5)) % 10)
+    for size in (1000, 7):
+        assert lab.accuracy(Guess(), wrong, size)[0] == pytest.approx(20 / 25)
+
+
+def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
+    config = FitConfig(epochs=1, batch_size=16, pad=1, evaluations=1)
+    results = [fit(lab.make_model("longhorn", "nano_patch2_8", 1), easy(), easy(20), config, quiet=True) for _ in range(2)]
+    assert results[0]["curve"] == results[1]["curve"] and results[0]["steps"] == 4
+    for size in ("nano_patch2_8", "tiny_patch4_32"):
+        counts = {name: lab.count_parameters(lab.make_model(name, size)) for name in lab.MODELS}
+        assert counts["deit"] == pytest.approx(counts["longhorn"], rel=0.01)
+        assert counts["longhorn"] == counts["longhorn_exact"] < counts["mamba"] < 1.07 * counts["longhorn"]
+
+
+def test_a_run_past_its_deadline_and_one_that_diverges():
+    config = FitConfig(epochs=2, batch_size=16, evaluations=1)
+    with pytest.raises(lab.OutOfTime, match="stopped after epoch 1 of 2"):
+        fit(lab.make_model("deit", "nano_patch2_8"), easy(), easy(20), config, deadline=0.5, quiet=True)
+    model = lab.make_model("deit", "nano_patch2_8")
+    model.head.weight.data[:] = float("nan")
+    with pytest.raises(RuntimeError, match="the loss is nan at step"):
+        fit(model, easy(), easy(20), config, quiet=True)
+
+
+# the claim
+
+def tiny_config():
+    return CompareConfig(models=("longhorn", "mamba"), seeds=(0, 1),
+                         fit=FitConfig(epochs=1, batch_size=32, lr=4e-3, pad=1, flip=False, cutmix=0.0, evaluations=2))
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    sets = tuple(ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (96, 40)))
+    patch.setattr(lab, "digits", lambda: sets)
+    folder = tmp_path_factory.mktemp("run")
+    first = lab.run("laptop", folder, tiny_config(), workers=1)
+    patch.setattr(lab, "fit", None) # finished cells are not run again
+    assert lab.run("laptop", folder, tiny_config(), workers=1)["results"] == first["results"]
+    patch.undo()
+    return first
+
+
+def test_record_verdict_tables_and_figures(record):
+    assert record["claim"] == "vision" and record["scale"] == "laptop" and json.dumps(record)
+    assert set(record["results"]["top1"]) == {"longhorn", "mamba"} and record["results"]["held_out"] == 40
+    text, outcome = lab.verdict(record)
+    assert "% top 1 on digits" in text and outcome in ("holds", "mixed", "does not hold")
+    for title, header, rows in lab.tables(record):
+        assert title and all(len(row) == len(header) for row in rows)
+    (figure, caption), = lab.figures(record)
+    assert "held-out images of digits" in caption and figure.axes[0].get_xlabel() == "epoch"
+
+
+def test_verdict_follows_the_numbers(record):
+    def judged(longhorn, mamba):
+        top1 = {"longhorn": longhorn, "mamba": mamba}
+        return lab.verdict(record | {"results": record["results"] | {"top1": top1}})[1]
+    assert judged([0.9, 0.92], [0.8, 0.81]) == "holds"
+    assert judged([0.8, 0.81], [0.9, 0.92]) == "does not hold"
+    assert judged([0.9, 0.8], [0.8, 0.9]) == "mixed"
+
+
+def test_unknown_scale_and_missing_gpu(tmp_path):
+    with pytest.raises(ValueError, match="unknown scale 'huge' for vision; there are: laptop, gpu"):
+        lab.run("huge", tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="vision at scale gpu needs a GPU"):
+            lab.run("gpu", tmp_path)
+
+
+def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
+    sets = tuple(ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (64, 20)))
+    monkeypatch.setattr(lab, "cifar10", lambda data: sets)
+    monkeypatch.setattr(lab, "time_epoch", lambda *a, **b: 1.0)
+    monkeypatch.setattr(lab, "wait_for", lambda paths, limit: [json.loads(p.read_text()) for p in paths if p.exists()])
+    options = dict(minutes=5, seeds=1, most=1, device="cpu", size="nano_patch2_8", workers=2,
+                   config=FitConfig(batch_size=32, pad=1, flip=False, evaluations=1))
+    lab.write_json(tmp_path / "board" / "deit-0.claim", 1) # claimed by the other worker
+    (tmp_path / "board" / "deit-0.claim").write_text("1")
+    parts = [lab.gpu_worker("x", tmp_path / f"{i}.json", tmp_path / "board", worker=i, **options) for i in (0, 1)]
+    assert [[run["model"] for run in part["runs"]] for part in parts] == [["longhorn", "longhorn_exact", "mamba"], ["deit"]]
+    parts[0]["speeds"] = {"mamba": {"training, eager": [1.0, 2.0]}}
+    parts[1]["speeds"] = {"deit": {"training, eager": [3.0]}}
+    parts[1]["memories"] = {"deit": {"training": {"224": [2e9, 0.1], "1248": [None, None]}, "inference": {"224": [1e9, 0.1]}}}
+    found = lab.gpu_record(parts, tmp_path / "record.json")
+    assert found["results"]["seeds"] == [0] and found["scale"] == "gpu" and set(found["results"]["top1"]) == set(lab.MODELS)
+    titles = [title for title, _, _ in lab.tables(found)]
+    assert len(titles) == 5 and len(lab.figures(found)) == 3
+    with pytest.raises(ValueError, match="no seed was finished by every model"):
+        lab.gpu_record(parts[:1], tmp_path / "none.json")
+
+
+def test_a_job_gets_two_attempts(tmp_path):
+    attempts = lab.Attempts(tmp_path, 0)
+    for before in (0, 1):
+        assert attempts.may("job") == before
+        with attempts.at("job"):
+            raise RuntimeError("out of luck")
+    assert attempts.may("job") is None and attempts.failed == ["job", "job"]
