@@ -13,6 +13,7 @@ if sys.platform == "linux" and not any(map(glob, ("/dev/nvidia[0-9]*", "/dev/kfd
 # Where the public names live; they load on first use, so that `longhorn --help` does not wait for PyTorch.
 _HOMES = {
     "longhorn_scan": "scan", "longhorn_step": "scan", "selective_scan": "scan", "selective_step": "scan",
+    "causal_conv1d": "scan", "causal_conv1d_step": "scan",
     "Longhorn": "models", "MIXERS": "models", "LMConfig": "models", "SequenceLM": "models",
 }
 __all__ = list(_HOMES)

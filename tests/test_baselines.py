@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from mambapy.mamba import MambaBlock, MambaConfig
 
+from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
 from longhorn_kit.models.baselines import Attention, Mamba, MambaInputA, default_heads, mask_options, rotate
 from longhorn_kit.models.lm import count_parameters, match_parameters
@@ -302,25 +303,18 @@ def test_hgrn2_with_a_lower_bound():
 
 @cache
 def from_transformers(kind):
-    "transformers' layer and configuration; its import needs torchvision's operators to be declared."
+    "transformers' layer and configuration."
+    mend_torchvision()
     pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
-    try:
-        from transformers import Mamba2Config, MambaConfig
-    except RuntimeError:
-        pass
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):  # a torchvision built for another PyTorch lacks them, and they are not needed
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from transformers import Mamba2Config, MambaConfig
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     from transformers.models.mamba.modeling_mamba import MambaMixer
-    return {"mamba": (MambaMixer, MambaConfig), "mamba2": (Mamba2Mixer, Mamba2Config)}[kind], library
+    return {"mamba": (MambaMixer, MambaConfig), "mamba2": (Mamba2Mixer, Mamba2Config)}[kind]
 
 
 def beside(kind, d_model, **options):
     "Our layer, theirs as a function that runs on our parameters."
-    (Theirs, Config), _ = from_transformers(kind)
+    Theirs, Config = from_transformers(kind)
     layer = perturbed(kind, d_model, **options)
     config = dict(hidden_size=d_model, state_size=options["d_state"], expand=2,
                   conv_kernel=options["d_conv"], use_bias=False, use_conv_bias=True, num_hidden_layers=1)

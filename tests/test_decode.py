@@ -167,7 +167,7 @@ def test_compiles_without_graph_breaks():
     assert torch.equal(out, two_steps(two)) and torch.equal(one, two)
 
 
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar"))
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a"))
 def test_a_layer_steps_in_place(name):
     torch.manual_seed(0)
     layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(2, 12, 16, device=DEVICE)

@@ -413,7 +413,7 @@ def test_official_code_has_no_such_model(options):
 # Bad input
 
 @pytest.mark.parametrize("options, message", [
-    (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, longhorn"),
+    (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"),
     (dict(mixer=3), "mixer is 3; expected a str"),
     (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
     (dict(d_model=16.0), "d_model is 16.0; expected an integer"),

@@ -367,5 +367,15 @@ def test_verdict_leaves_out_what_both_solve_and_what_neither_learns():
     assert judged(cell("longhorn", lost), cell("mamba", learnt), cell("gla", learnt))[1] == "does not hold"
     assert judged(cell("longhorn", solved), cell("mamba", learnt), cell("gla", lost),
                   cell("longhorn", learnt, 128), cell("mamba", solved, 128), cell("gla", lost, 128))[1] == "mixed"
+    one = judged(cell("longhorn", solved), cell("mamba", [0.8]), cell("gla", lost))
+    assert one[1] == "holds" and "one seed only at 1" in one[0]
     ours, verdict = judged(cell("longhorn", lost), cell("mamba", lost), cell("gla", lost))
     assert verdict == "mixed" and "neither learns at 1" in ours
+
+
+def test_recorded_grid_is_what_its_runs_say():
+    folder = mqar_grid.claims.results_folder() / "mqar"
+    record = read_json(folder / "gpu.json")
+    again = mqar_grid.record_of("gpu", mqar_grid.GPU, folder / "gpu")
+    for part in ("settings", "results", "environment"):
+        assert json.loads(json.dumps(again[part])) == record[part]

@@ -239,18 +239,18 @@ def test_autocast_and_mixed_types():
         torch.testing.assert_close(y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05)
 
 
-X, WEIGHT = torch.zeros(2, 5, 3), torch.zeros(3, 4)
+X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
 
 
 @pytest.mark.parametrize("call, message", [
     (lambda: causal_conv1d(X, WEIGHT.T), r"weight has shape \(4, 3\); expected \(3, W\) or \(3, 1, W\) to match x"),
     (lambda: causal_conv1d(X[0], WEIGHT), r"x has shape \(5, 3\); expected \(B, T, D\)"),
-    (lambda: causal_conv1d(X, WEIGHT, torch.zeros(4)), r"bias has shape \(4,\); expected \(3,\)"),
+    (lambda: causal_conv1d(X, WEIGHT, torch.zeros(4, device=DEVICE)), r"bias has shape \(4,\); expected \(3,\)"),
     (lambda: causal_conv1d(X, WEIGHT, activation="relu"), "activation is 'relu'; expected one of 'silu', 'swish', None"),
     (lambda: causal_conv1d(X, WEIGHT, backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'triton', 'torch'"),
-    (lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4)), r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)"),
+    (lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4, device=DEVICE)), r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)"),
     (lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"), "cannot run this: they take float32, bfloat16 and float16"),
-    (lambda: causal_conv1d(X, torch.zeros(3, 9), backend="triton"), "they take filters of up to 8 taps, and weight has 9"),
+    (lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"), "they take filters of up to 8 taps, and weight has 9"),
     (lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])), r"with cu_seqlens the batch size is 1"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "bounds that never decrease"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "from 0 to 5, the length of x"),

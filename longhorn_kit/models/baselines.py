@@ -46,9 +46,9 @@ class Mamba(ScanMixer):
         dt, A = F.linear(low, self.dt_proj.weight), -torch.exp(self.A_log.float())
         return selective_scan(q, k, x, dt, A, self.dt_proj.bias, self.D_skip, z, **options)
 
-    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S):
+    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S, **options):
         dt_t, A = F.linear(low_t, self.dt_proj.weight), -torch.exp(self.A_log.float())
-        return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t)
+        return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-019
 @register_mixer("mamba_input_a")
@@ -78,9 +78,9 @@ class MambaInputA(ScanMixer):
         dt = F.linear(low, self.dt_proj.weight)
         return selective_scan(q, k, x, dt, self.rates(x), self.dt_proj.bias, self.D_skip, z, **options)
 
-    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S):
+    def scan_step(self, q_t, k_t, x_t, low_t, z_t, S, **options):
         dt_t, A_t = F.linear(low_t, self.dt_proj.weight), self.rates(x_t)[:, None]
-        return selective_step(q_t, k_t, x_t, dt_t, A_t, S, self.dt_proj.bias, self.D_skip, z_t)
+        return selective_step(q_t, k_t, x_t, dt_t, A_t, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
 def rotate(

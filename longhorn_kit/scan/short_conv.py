@@ -8,13 +8,12 @@ __all__ = ['ACTIVATIONS', 'CONV_BACKENDS', 'MAX_WIDTH', 'torch_conv', 'conv_obst
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-003
 import os
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .op import check_choice, check_tensor, run_sequences, traced, wants_gradient
+from .op import HAS_TRITON, check_choice, check_tensor, run_sequences, traced, wants_gradient
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 ACTIVATIONS = ("silu", "swish", None)
@@ -45,7 +44,7 @@ def conv_obstacle(
     x, weight, *_ = tensors
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"x is on {x.device}, and they need a GPU"
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the package triton is not installed"
     if any(t is not None and t.dtype == torch.float64 for t in tensors):
         return "they take float32, bfloat16 and float16, not float64"

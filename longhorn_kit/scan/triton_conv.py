@@ -342,7 +342,7 @@ def conv_forward(
         _conv_fwd_kernel[(slots * blocks,)](
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, HAS_BIAS=bias is not None, HAS_H0=initial_state is not None and W > 1,
-            FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps)
+            FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
     return y.to(x.dtype), last.to(x.dtype)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-027
@@ -368,10 +368,11 @@ def conv_backward(
     if slots * blocks:
         _conv_bwd_kernel[(slots * blocks,)](
             x, w, c, initial, dy, dfinal, dx, dw, cu_seqlens, owner, T, each, D, blocks, *strides,
-            R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps)
+            R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
     if dinitial is not None and dinitial.numel():
         _conv_bwd_state_kernel[(n * blocks,)](
-            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps)
+            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
+            enable_fp_fusion=False)
     dw = dw.sum(0)
     return (dx.to(x.dtype), dw[:W].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format),
             None if bias is None else dw[W].to(bias.dtype, copy=True),

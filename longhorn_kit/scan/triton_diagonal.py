@@ -663,6 +663,7 @@ def _diagonal_bwd_kernel(
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-048
 def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
+    D = 32 * triton.cdiv(D, 32)                          # a ragged width is cut like the next multiple
     if direction == "forward":
         few, steps = B * D < 16384, 1024
     elif NP == 16:
