@@ -39,7 +39,7 @@ def contents() -> str:
     parts = {title: sorted(p.stem for p in (NOTEBOOKS / part).glob("*.ipynb")) for part, title in PARTS.items()}
     lists = [":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(f"{part}/{name}" for name in parts[title]))
              for part, title in PARTS.items()]
-    lists.append(":::{toctree}\n:hidden:\n:caption: Reference\n\ncli\nplots\n:::")
+    lists.append(":::{toctree}\n:hidden:\n:caption: Reference\n\ncli\ncompat\nplots\n:::")
     return "\n\n".join(lists)
 
 

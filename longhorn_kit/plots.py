@@ -16,12 +16,16 @@ COLORS = {
     "longhorn_scalar": "#009E73", "longhorn_decoupled": "#CC79A7",
     "mamba": "#D55E00", "attention": "#8C8C8C", "deltanet": "#56B4E9",
     "linear_attention": "#B8A800", "gla": "#A0522D",
+    "mamba_input_a": "#785A78", "mamba2": "#B42D4B", "gated_deltanet": "#5A96F0", "retnet": "#96A55A",
+    "hgrn2": "#D200B4", "rwkv5": "#6978FF", "rwkv6": "#692DFF",
 }
 LABELS = {
     "longhorn_exact": "exact", "longhorn": "diagonal",
     "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
     "mamba": "Mamba", "attention": "attention", "deltanet": "delta rule",
     "linear_attention": "linear attention", "gla": "GLA",
+    "mamba_input_a": "Mamba, A from input", "mamba2": "Mamba-2", "gated_deltanet": "gated delta rule", "retnet": "RetNet",
+    "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
 }
 INK = "#7A7A7A"
 

@@ -548,18 +548,20 @@ def run(
     else:
         devices = gpus * (workers or 3) if gpus else ["cpu"] * (workers or 2)
         watch(grid, folder, start_workers(grid, folder, devices, lanes if gpus else 1, minutes), gpus)
-    return finished_record(scale, grid, folder, time.monotonic() - begun)
+    at_once = (len(gpus) * lanes or 1) * (workers or (1 if workers == 0 else 3 if gpus else 2))
+    return finished_record(scale, grid, folder, time.monotonic() - begun, at_once)
 
 def finished_record(
     scale: str,
     grid: Grid,
     folder: Path,
     seconds: float, # this time
+    at_once: int = 1, # runs side by side
 ) -> dict:
     "Write the record of a folder: record.json where the grid is complete, else partial.json."
     record = record_of(scale, grid, folder)
     spent = read_json(folder / "partial.json")["seconds"] if (folder / "partial.json").exists() else 0
-    record["seconds"] = round(spent + seconds, 1)
+    record["seconds"] = round(max(spent + seconds, record["results"]["run_seconds"] / at_once), 1)
     complete = len(record["results"]["cells"]) == record["results"]["cells_of_grid"] and not any(
         missing(first, lrs, grid, Results(folder).refresh()) for first, lrs in agenda(grid))
     return read_json(write_json(folder / ("record.json" if complete else "partial.json"), record))

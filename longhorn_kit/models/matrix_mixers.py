@@ -431,10 +431,10 @@ def scan_backend(
     "What runs a layer's recurrence on the device of its weights, in the words of a run record."
     weight = mixer.out_proj.weight
     device = weight.device.type
-    if isinstance(mixer, Attention):
-        return "scaled_dot_product_attention"
     if dtype is None:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if not isinstance(mixer, MatrixMixer) and not hasattr(mixer, "d_state"): # attention has no recurrence
+        return "scaled_dot_product_attention"
     if not isinstance(mixer, MatrixMixer):
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
     q = weight.new_empty(1, 1, 1, mixer.d_key, dtype=dtype)
