@@ -43,3 +43,11 @@ def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part()
     floors = scan_floors("s6", 8, 2048, 2048, 16, "forward", RATES)
     assert max(floors, key=floors.get) == "specials"
     assert issue_floor(1, 32, 32, 100, RATES) == pytest.approx(1e3 * 32 * 100 / (RATES["operations"] / 32))
+
+
+def test_a_ragged_width_is_planned_like_the_next_whole_block():
+    from longhorn_kit.scan.triton_diagonal import diagonal_plan
+    for direction in ("forward", "backward"):
+        for D in (256, 2048, 4096, 16384):
+            ragged, whole = (diagonal_plan(8, 4096, width, 16, direction=direction) for width in (D - 8, D))
+            assert (ragged.segmented, ragged.LS, ragged.BD) == (whole.segmented, whole.LS, whole.BD)

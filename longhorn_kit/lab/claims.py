@@ -6,9 +6,10 @@
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
            'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'MQAR_ORDER', 'SOLVED',
            'LEARNT', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain', 'compare_seeds', 'all_of', 'Claim', 'scores_text',
-           'judge_recall', 'judge_language', 'judge_exact_cost', 'compare_recall', 'judge_mqar', 'parameters_saved',
-           'suggest', 'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'results_folder',
-           'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
+           'judge_recall', 'judge_language', 'judge_exact_cost', 'compare_recall', 'compare_mqar', 'judge_mqar',
+           'judge_vision', 'parameters_saved', 'suggest', 'find_claim', 'claim_module', 'runnable', 'Row',
+           'load_record', 'judge', 'results_folder', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger',
+           'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
@@ -120,7 +121,7 @@ PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GP
 NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate",
     "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
-    "deltanet": "DeltaNet"}
+    "deltanet": "DeltaNet", "deit": "DeiT"}
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-024
 def scores_text(
@@ -196,12 +197,24 @@ def compare_recall(
     return lead, compare_seeds(a, b, lower_is_better=False)
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-035
+def compare_mqar(
+    record: dict, # record of `longhorn_kit.lab.mqar_grid`
+) -> list[tuple]: # (first, second, cell of the first, mean lead, outcome)
+    "`MQAR_ORDER` at every size and width, without rewriting, with the usual N."
+    places = {}
+    for cell in record["results"]["cells"]:
+        if not cell["rewritten"] and cell["options"].get("d_state", 16) == 16:
+            place = (cell["length"], cell["pairs"], cell["d_model"])
+            places.setdefault(place, {})[cell["mixer"]] = cell
+    return [(a, b, found[a], *compare_recall(found[a], found[b]))
+            for _, found in sorted(places.items()) for a, b in MQAR_ORDER if a in found and b in found]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-036
 def judge_mqar(
     record: dict, # record of `longhorn_kit.lab.mqar_grid`
 ) -> tuple[str, str]:
     "(at how many sizes each order was found, verdict on diagonal Longhorn above Mamba and above GLA)."
-    from longhorn_kit.lab.mqar_grid import comparisons
-    rows, texts, decided = comparisons(record), [], []
+    rows, texts, decided = compare_mqar(record), [], []
     for a, b in MQAR_ORDER:
         outcomes = [row[-1] for row in rows if row[:2] == (a, b)]
         counts = {name: outcomes.count(name) for name in dict.fromkeys(outcomes)}
@@ -211,7 +224,17 @@ def judge_mqar(
         decided += [outcome for outcome in outcomes if outcome in told and a == "longhorn"]
     return "; ".join(texts) + " (sizes and widths)", all_of(decided) if decided else "mixed"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-037
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-038
+def judge_vision(
+    record: dict, # record of `longhorn_kit.lab.vision_runs`
+) -> tuple[str, str]:
+    "(top-1 accuracy of each model, verdict): Longhorn above Mamba for every seed by more than the spread."
+    top1 = record["results"]["top1"] # name -> (seeds,)
+    percent = {name: [100 * value for value in values] for name, values in top1.items()}
+    ours = f"{scores_text(percent, '{:.1f}', reverse=True)} % top 1 on {record['results']['data']}"
+    return ours, compare_seeds(top1["longhorn"], top1["mamba"], lower_is_better=False)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-040
 CLAIMS = [
     Claim(
         name="recall",
@@ -239,7 +262,7 @@ CLAIMS = [
         check=judge_exact_cost, reads="language"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-039
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-042
 CLAIMS += [
     Claim(
         name="language-350m",
@@ -258,7 +281,7 @@ CLAIMS += [
         holds_if="held-out loss of Mamba below its variant's"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-041
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
 CLAIMS += [
     Claim(
         name="sample-efficiency",
@@ -280,7 +303,7 @@ CLAIMS += [
                  "training length"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-043
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-046
 CLAIMS += [
     Claim(
         name="recall-intensive",
@@ -302,7 +325,10 @@ CLAIMS += [
         name="vision",
         statement="In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
         published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", source=CODE,
-        holds_if="top-1 accuracy at least that of the ViM trained the same way"),
+        holds_if="top-1 accuracy above that of the same model with Mamba's scan, trained the same way, for "
+                 "every seed",
+        module="longhorn_kit.lab.vision_runs", check=judge_vision,
+        minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",)),
     Claim(
         name="kernel-time",
         statement="The Longhorn kernel is as fast as Mamba's.",
@@ -310,7 +336,7 @@ CLAIMS += [
         holds_if="forward plus backward within 2 % of Mamba's kernel on the same GPU"),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-045
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-048
 def parameters_saved(
     blocks: int = 24,    # the "12 layers" of the official code are 24 blocks
     d_inner: int = 1536, # channels of a block
@@ -319,7 +345,7 @@ def parameters_saved(
     "Numbers in Mamba's A matrices, which Longhorn does without."
     return blocks * d_inner * d_state
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-048
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 def _gain_read_twice():
     "(the gain that the table gives, whether it is the one stated)."
     gain = recall_gain("read twice")
@@ -331,7 +357,7 @@ def _saving():
     saved = parameters_saved()
     return f"{saved / 1e6:.2f}M fewer of 129.15M", "holds" if saved > 0 else "does not hold"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-049
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
 CLAIMS += [
     Claim(
         name="read-twice",
@@ -347,7 +373,7 @@ CLAIMS += [
         settled=_saving),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
 def _elsewhere(
     *measures: str, # keys of `INDEPENDENT`
     lower_is_better: bool = False,
@@ -362,7 +388,7 @@ def _elsewhere(
         verdicts += ["holds" if each else "does not hold" for each in ahead]
     return "; ".join(texts), all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-055
 MUON = "arXiv 2606.30461, 170M, 10B tokens"
 CLAIMS += [
     Claim(
@@ -388,7 +414,7 @@ CLAIMS += [
         settled=partial(_elsewhere, "ImageNet top-1")),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-055
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
 def suggest(
     word: str,        # what was typed
     known: list[str], # what exists
@@ -397,7 +423,7 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-056
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-059
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
@@ -407,7 +433,7 @@ def find_claim(
             return claim
     raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-059
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
 def claim_module(
     claim: Claim,
 ) -> ModuleType | None: # with run, figures, tables and SCALES; None where the kit has no run
@@ -420,7 +446,7 @@ def runnable(
     "The claims that have a run at this scale, in the ledger's order."
     return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-065
 @dataclass(frozen=True)
 class Row:
     "One line of the ledger: a claim and one thing found about it."
@@ -430,7 +456,7 @@ class Row:
     scale: str = "" # "laptop", "gpu", "paper" or "published"
     file: str = ""  # where the record lies
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-064
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-067
 def load_record(
     path: Path, # a record.json
     name: str,  # the claim it should belong to
@@ -446,7 +472,7 @@ def load_record(
         raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-065
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-068
 def judge(
     claim: Claim,
     record: dict, # a record of `claim`, or of the claim it reads
@@ -458,7 +484,7 @@ def judge(
         lack = f"{type(error).__name__}: {error}"
         raise ValueError(f"lacks what the check of '{claim.name}' needs ({lack})") from None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-067
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-070
 def _row_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
@@ -477,7 +503,7 @@ def _row_of_file(
         return Row(claim, "unreadable", f"{path.name} {error}", scale, shown)
     return Row(claim, verdict, ours, scale, shown)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-069
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-072
 SCALES = ("laptop", "gpu", "paper")
 
 def _rows_of_claim(
@@ -499,13 +525,13 @@ def _rows_of_claim(
         rows.append(Row(claim, verdict, ours, "published"))
     return [row for row in rows if row] or [Row(claim, "not run")]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-070
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-073
 def results_folder() -> Path | None:
     "Where recorded runs lie in a checkout; None when the kit is installed without its notebooks."
     folder = Path(longhorn_kit.__file__).resolve().parent.parent / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-072
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-075
 def _cells(
     rows: list[Row],
 ) -> list[tuple[str, str, str, str]]:
@@ -519,7 +545,7 @@ def _cells(
         before = claim
     return cells
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-074
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-077
 def _columns(
     cells: tuple[str, ...],   # one text a column
     widths: tuple[int, ...],  # characters a column
@@ -534,7 +560,7 @@ def _wrap(text, width, **indent):
     "The lines of a text that may already have several."
     return [line for part in text.split("\n") for line in textwrap.wrap(part, width, **indent)]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-075
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-078
 def _blocks(
     rows: list[Row],
     width: int, # characters a line
@@ -546,7 +572,7 @@ def _blocks(
         lines += _wrap(f"{paper}\n{found}", width, **indent)
     return "\n".join(lines[1:])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-076
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-079
 def ledger_text(
     rows: list[Row],
     width: int = 100, # characters a line; columns from 84 on, and never wider than 100
@@ -561,7 +587,7 @@ def ledger_text(
         lines += [""] * bool(i and cells[0]) + [_columns(cells, widths)]
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-078
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-081
 def ledger_markdown(
     rows: list[Row],
 ) -> str:
@@ -572,7 +598,7 @@ def ledger_markdown(
         lines.append(f"| {' | '.join(safe)} |")
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-079
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-082
 def ledger_html(
     rows: list[Row],
 ) -> str:
@@ -587,7 +613,7 @@ def ledger_html(
         lines.append(f"<tr>{''.join(map(partial(left, 'td'), cells))}</tr>")
     return "\n".join([*lines, "</table>"])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-081
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-084
 class Ledger(list):
     "Rows of the ledger that show themselves: a table in a terminal, HTML in a notebook."
 
@@ -597,7 +623,7 @@ class Ledger(list):
     def _repr_html_(self):
         return ledger_html(self)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-082
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-085
 def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
     results: str | Path | None = None, # folder of recorded runs; None: those of the checkout

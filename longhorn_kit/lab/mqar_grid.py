@@ -9,8 +9,8 @@ __all__ = ['MODELS', 'WORKER', 'LAPTOP', 'SIZES', 'MORE', 'STATES', 'GPU', 'PAPE
            'note_failure', 'device_name', 'rounded', 'drive', 'work', 'grid_from', 'worker', 'start_workers',
            'gpu_load', 'watch', 'best_of_cell', 'cell_summary', 'thin', 'busy', 'record_of', 'machine_of',
            'settings_for', 'visible_gpus', 'run', 'finished_record', 'name_of', 'chosen', 'sizes_in', 'main_place',
-           'comparisons', 'draw_widths', 'draw_states', 'draw_beyond', 'draw_rewritten', 'draw_gain', 'draw_curves',
-           'figures', 'tables']
+           'draw_widths', 'draw_states', 'draw_beyond', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures',
+           'tables']
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-003
 import json
@@ -600,21 +600,6 @@ def main_place(
     return dict(zip(fields, max(places, key=places.count)))
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-042
-def comparisons(
-    record: dict,
-) -> list[tuple]: # (first, second, cell of the first, mean lead, outcome)
-    "The statements of `claims.MQAR_ORDER` at every size and width, decided from the record."
-    rows = []
-    for length, pairs in sizes_in(record):
-        for d_model in sorted({cell["d_model"] for cell in chosen(record, length=length, pairs=pairs, rewritten=0)}):
-            here = chosen(record, length=length, pairs=pairs, rewritten=0, d_model=d_model)
-            found = {cell["mixer"]: cell for cell in here}
-            for a, b in claims.MQAR_ORDER:
-                if a in found and b in found:
-                    rows.append((a, b, found[a], *claims.compare_recall(found[a], found[b])))
-    return rows
-
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-043
 def draw_widths(
     record: dict,
 ):
@@ -640,7 +625,7 @@ def _guess_line(ax, pairs):
     from longhorn_kit.plots import INK
     ax.axhline(100 / pairs, color=INK, linestyle=":", label="_guess")
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-044
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-043
 def _lines(ax, here):
     "One line a model over the widths, with the range of its seeds."
     from longhorn_kit.plots import INK, label_ends
@@ -666,7 +651,7 @@ def _dots(ax, here):
     ax.set_xticks(range(len(here)), [NAMES[cell["mixer"]] for cell in here], rotation=35, ha="right")
     ax.grid(axis="x", visible=False)
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-045
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-044
 def draw_states(
     record: dict,
 ):
@@ -703,7 +688,7 @@ def _by_bytes(ax, mine, style, label):
         ax.plot(places, list(map(mean, runs)), style, ms=4, lw=1.2, color=color, label=label)
         ax.vlines(places, list(map(min, runs)), list(map(max, runs)), color=color, lw=1)
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-046
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-045
 TESTS = {"noise": "noise on the keys (share of their length)", "cosine": "cosine between the keys",
          "length": "length of the stream (tokens)"}
 
@@ -730,7 +715,7 @@ def draw_beyond(
         label_ends(ax, gap=0.075)
     return fig
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-047
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-046
 def draw_rewritten(
     record: dict,
 ):
@@ -750,7 +735,7 @@ def draw_rewritten(
     axes[-1].set_xlabel(f"keys bound a second time (of {here[0]['pairs']} pairs)")
     return fig
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-048
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-047
 def draw_gain(
     record: dict,
 ):
@@ -773,7 +758,7 @@ def draw_gain(
     label_ends(ax)
     return fig
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-049
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-048
 def draw_curves(
     record: dict,
 ):
@@ -791,7 +776,7 @@ def draw_curves(
     label_ends(ax)
     return fig
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-050
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-049
 def figures(
     record: dict,
 ) -> list[tuple]: # (Figure, caption)
@@ -815,7 +800,7 @@ def figures(
                             "the exact form approaches the value, the diagonal form passes it on its way to N = 16 times it."),
     ]
 
-# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-051
+# %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-050
 def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)
@@ -830,5 +815,5 @@ def tables(
                  cell["state_bytes"], cell["parameters"]] for cell in mine]
         found.append((f"{length} tokens, {pairs} pairs: mean ± standard deviation over seeds", header, rows))
     rows = [[f"{NAMES[a]} above {NAMES[b]}", f"{cell['length']} / {cell['pairs']}", cell["d_model"], f"{100 * lead:+.1f}", outcome]
-            for a, b, cell, lead, outcome in comparisons(record)]
+            for a, b, cell, lead, outcome in claims.compare_mqar(record)]
     return [*found, ("Statements, one size and width at a time", ["statement", "tokens / pairs", "d_model", "lead (points)", "here"], rows)]
