@@ -1,11 +1,16 @@
 """Where there is no GPU, Triton's interpreter runs the kernels: the variable must be set before triton is imported."""
 import os
+import signal
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# A shell that starts a job in the background makes it deaf to ctrl-C, and its children with it; some tests press ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
