@@ -151,23 +151,17 @@ def _stretch(path, k, x, cu_seqlens, checkpoint_every):
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-021
 def _thin(path, L, ckpt, B):
-    # Every L steps a state, of those that a forward wrote; the exact kernels write one more at the end of a sequence.
-    ckpt = ckpt.view(B, -1, *ckpt.shape[1:])
-    return ckpt[:, : ckpt.shape[1] - (path == "exact") : L // OWN_SPACING[path]].flatten(0, 1).clone()
+    # Every L steps a state, of those that a forward wrote.
+    return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
 
 
 def _thicken(path, L, kept, k, x, b, b_bias, initial_state, cu_seqlens):
     # All checkpoints again, from those that `_thin` left.
     plan, forward, _ = _path_kernels(path, path)
-    B = x.shape[0]
-    if L:
+    if L:                                              # each stretch a sequence that starts from a kept state
         k, x, b = (t.reshape(-1, L, t.shape[-1]) for t in (k, x, b))
-        initial_state = (kept if path == "exact" else kept.transpose(1, 2))[..., : k.shape[-1]]
-    ckpt = forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens)[2]
-    if L and path == "exact":                          # one state at the end of a sequence, not of every stretch
-        ckpt = ckpt.view(B, -1, L // 16 + 1, *ckpt.shape[1:])
-        ckpt = torch.cat([ckpt[:, :, :-1].flatten(1, 2), ckpt[:, -1, -1:]], 1).flatten(0, 1)
-    return ckpt
+        initial_state = kept.transpose(1, 2)[..., : k.shape[-1]]
+    return forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens)[2]
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-023
 @custom_op("longhorn_kit::scan", mutates_args=())
