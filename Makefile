@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test lab sync outputs docs clean
+.PHONY: help install reproduce claims test lab sync outputs docs readme clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,10 @@ outputs: $(STAMP) ## execute the notebooks in place, so that their committed out
 	@$(BIN)/nbdev_clean
 
 docs: $(STAMP) ## build the site from the notebooks into docs/_site
-	@$(BIN)/python -c 'import myst_nb' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@$(BIN)/python docs/build.py
+
+readme: $(STAMP) ## bring README.md up to date with the ledger and the figure of nbs/index.ipynb
+	@$(MAKE) outputs NB=nbs/index.ipynb && $(BIN)/python docs/build.py readme
 
 clean: ## remove .venv and everything generated (runs/ stays)
 	rm -rf .venv build *.egg-info _proc docs/_site docs/_build .pytest_cache .hypothesis

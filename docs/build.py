@@ -1,73 +1,385 @@
 """Build the site from the notebooks: `make docs`, or `python docs/build.py`; the result is docs/_site/index.html.
 
 The pages are the committed notebooks with their committed outputs. This script rewrites each notebook for a reader who
-does not run it (nbdev's directives and hidden cells go, solutions are folded) and hands the result to Sphinx, which
-conf.py configures. Nothing is executed and nothing is fetched.
+does not run it: nbdev's directives and hidden cells go, solutions and imports are folded, figures get their captions,
+exported functions an entry with the comments of their parameters. Sphinx, which conf.py configures, makes the pages.
+Nothing is executed and nothing is fetched.
 """
+import ast
+import base64
+import configparser
 import json
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
-from sphinx.cmd.build import main as sphinx
-
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS, SITE = HERE.parent / "nbs", HERE / "_site"
-WORK = HERE / "_build"  # pages as Sphinx reads them, and what it leaves beside its result
+ROOT, NOTEBOOKS, SITE = HERE.parent, HERE.parent / "nbs", HERE / "_site"
+WORK = HERE / "_build" # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
+sys.path.insert(0, str(HERE))
+import api  # noqa: E402
+
 PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab"}
-DIRECTIVE = re.compile(r"^#\|\s*(\w+).*\n?", re.MULTILINE)
+REFERENCE = ("cli", "glossary", "references", "api", "plots", "compat")
+DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
 
 
-def page(notebook: dict) -> dict:
-    "The notebook as a reader of the site should see it."
-    cells = []
+def repository() -> str:
+    "The address of the repository: of the fork on whose machine this runs, or the one of settings.ini."
+    if fork := os.environ.get("GITHUB_REPOSITORY"):
+        return f"https://github.com/{fork}"
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini")
+    return settings["DEFAULT"]["git_url"]
+
+
+REPOSITORY, COMMIT = repository(), os.environ.get("GITHUB_SHA", "main")
+
+
+def notebooks() -> list:
+    "The notebooks of the book, in the order of their paths."
+    return [p for p in sorted(NOTEBOOKS.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
+
+
+def page_name(path: Path) -> str:
+    "What Sphinx calls the page of a notebook: scan/15_op."
+    return path.relative_to(NOTEBOOKS).with_suffix("").as_posix()
+
+
+def read(path: Path) -> dict:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code":
-            directives = set(DIRECTIVE.findall(source))
-            if directives & {"hide", "default_exp"}:
+        cell["source"] = "".join(cell["source"])
+    return notebook
+
+
+def directives(cell: dict) -> dict:
+    "The nbdev directives of a code cell: name -> what follows it."
+    return dict(DIRECTIVE.findall(cell["source"])) if cell["cell_type"] == "code" else {}
+
+
+def module_of(notebook: dict) -> str | None:
+    "The module that the notebook exports, or None."
+    for cell in notebook["cells"]:
+        if name := directives(cell).get("default_exp"):
+            return f"longhorn_kit.{name.strip()}"
+
+
+def entries_of(cell: dict, module: str | None) -> list:
+    "The API entries of a code cell."
+    wanted = module and {"export", "exports"} & set(directives(cell))
+    return api.exported(DIRECTIVE.sub("", cell["source"]), module) if wanted else []
+
+
+def only_imports(source: str) -> bool:
+    "Is this a cell of imports and nothing else?"
+    try:
+        body = ast.parse(source).body
+    except SyntaxError: # a magic or a shell command
+        return False
+    return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+
+
+def imported_names(notebook: dict) -> dict:
+    "Name -> full name, for what a notebook imports from the package."
+    found = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and "longhorn_kit" in cell["source"]:
+            try:
+                nodes = list(ast.walk(ast.parse(DIRECTIVE.sub("", cell["source"]))))
+            except SyntaxError:
                 continue
-            cell["metadata"]["tags"] = ["hide-input"] if cell["metadata"].get("jupyter", {}).get("source_hidden") else []
-            source = DIRECTIVE.sub("", source)
-        cells.append({**cell, "source": source})
-    return {**notebook, "cells": cells}
+            for node in nodes:
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longhorn_kit"):
+                    found.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    return found
+
+
+def markdown_cell(name: str, source: str) -> dict:
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
+
+
+# --- links and captions -------------------------------------------------------------------------------------------
+
+def local_links(source: str, path: Path, files: set) -> str:
+    "Links to files of the repository lead to it; files beside the notebooks are copied (`files` collects them)."
+    def replace(match):
+        text, target, anchor = match[1], match[2], match[3] or ""
+        file = (path.parent / target).resolve()
+        if not file.exists() or not file.is_relative_to(ROOT):
+            raise ValueError(f"{path.relative_to(ROOT)}: the link to {target} leads nowhere")
+        if file.suffix == ".ipynb" and file.is_relative_to(NOTEBOOKS):
+            return match[0]
+        if file.is_relative_to(NOTEBOOKS) and file.suffix in (".html", ".svg", ".mp4"):
+            files.add(file)
+            return f'<a href="{target}{anchor}">{text}</a>'
+        kind = "tree" if file.is_dir() else "blob"
+        return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{file.relative_to(ROOT).as_posix()}{anchor})"
+    source = LINK.sub(replace, source)
+    for target in re.findall(r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', source):
+        files.add((path.parent / target).resolve())
+    return source
+
+
+def shows_one_picture(cell: dict) -> bool:
+    pictures = [o for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    return len(pictures) == 1 and not any("text/html" in o.get("data", {}) for o in cell["outputs"])
+
+
+def plain(markdown: str) -> str:
+    "Markdown as plain text, for the `alt` of a figure."
+    return re.sub(r"\s+", " ", re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`$\\]", r"\1", markdown)).strip()
+
+
+def give_captions(cells: list) -> None:
+    "The italic paragraph after a figure becomes its caption, and its first sentence what a screen reader says."
+    heading = ""
+    for cell, following in zip(cells, [*cells[1:], None]):
+        if cell["cell_type"] == "markdown":
+            found = re.findall(r"^#+ (.*)$", cell["source"], re.MULTILINE)
+            heading = found[-1] if found else heading
+        if not shows_one_picture(cell):
+            continue
+        options = cell["metadata"].setdefault("mystnb", {})
+        options["image"] = {"alt": f"Figure: {plain(heading)}"}
+        if following and following["cell_type"] == "markdown" and (match := CAPTION.match(following["source"])):
+            text = " ".join(match[1].split())
+            options["image"]["alt"] = plain(re.split(r"(?<=[a-z)])\. ", text)[0])
+            options["figure"] = {"caption": text}
+            following["source"] = following["source"][match.end():].lstrip("\n")
+
+
+# --- a page -------------------------------------------------------------------------------------------------------
+
+def fold(cell: dict, prompt: str) -> None:
+    "Hide the source of a cell behind a line that opens it."
+    cell["metadata"]["tags"] = ["hide-input"]
+    cell["metadata"]["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
+
+
+def join_imports(cells: list) -> list:
+    "Neighbouring cells of imports become one."
+    joined = []
+    for cell in cells:
+        prompts = [c["metadata"].get("mystnb", {}).get("code_prompt_show") for c in (*joined[-1:], cell)]
+        if prompts == ["Imports", "Imports"] and not joined[-1].get("outputs"):
+            joined[-1] = {**cell, "source": joined[-1]["source"].rstrip() + "\n\n" + cell["source"]}
+        else:
+            joined.append(cell)
+    return joined
+
+
+def furniture(path: Path, module: str | None) -> str:
+    "The line under the title: run it in Colab, get the notebook, see the module."
+    name = path.relative_to(NOTEBOOKS).as_posix()
+    colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+    links = [f'<a class="colab" href="{colab}/blob/colab/{name}">Open in Colab</a>',
+             f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
+    if module:
+        links.append(f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">Module <code>{module}</code></a>')
+    return f'<p class="furniture">{" ".join(links)}</p>'
+
+
+def page(notebook: dict, path: Path, public: set = frozenset(), files: set | None = None) -> dict:
+    "The notebook as a reader of the site should see it; `public` names the entries that are shown unfolded."
+    cells, module = [], module_of(notebook)
+    for number, cell in enumerate(notebook["cells"]):
+        cell = {**cell, "metadata": {}}
+        marks, old = directives(cell), notebook["cells"][number]["metadata"]
+        if {"hide", "default_exp"} & set(marks):
+            continue
+        entries = entries_of(cell, module)
+        if cell["cell_type"] == "code":
+            cell["source"] = DIRECTIVE.sub("", cell["source"])
+            if old.get("jupyter", {}).get("source_hidden"):
+                fold(cell, "Solution")
+            elif "code-fold" in marks:
+                fold(cell, marks.get("code-summary", "Code of the figure").strip().strip('"'))
+            elif only_imports(cell["source"]):
+                fold(cell, "Imports")
+        else:
+            cell["source"] = local_links(cell["source"], path, set() if files is None else files)
+        constants = [f'<span id="{e.full_name}"></span>' for e in entries if e.kind == "data"]
+        if constants:
+            cells.append(markdown_cell(f"names-{number}", "".join(constants)))
+        cells.append(cell)
+        cards = [api.card(e, e.full_name in public) for e in entries if e.kind != "data"]
+        if cards:
+            cells.append(markdown_cell(f"api-{number}", "\n\n".join(cards)))
+        if number == 0:
+            cells.append(markdown_cell("furniture", furniture(path, module)))
+    give_captions(cells)
+    cells = [cell for cell in cells if cell["source"].strip() or cell.get("outputs")]
+    return {**notebook, "cells": join_imports(cells)}
+
+
+def with_anchors(source: str) -> str:
+    "Entries of the glossary and of the references that can be linked to: #term-state, #arxiv-2407.14207."
+    source = re.sub(r"^- \*\*(.+?)\*\*", lambda m: f'- <span id="term-{slug(m[1])}"></span>**{m[1]}**', source, flags=re.M)
+    return re.sub(r"^- (?=.*arxiv\.org/abs/(\d{4}\.\d{4,5}))", r'- <span id="arxiv-\1"></span>', source, flags=re.M)
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def contents() -> str:
     "The table of contents in Markdown, one entry a part of the book."
-    parts = {title: sorted(p.stem for p in (NOTEBOOKS / part).glob("*.ipynb")) for part, title in PARTS.items()}
-    lists = [":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(f"{part}/{name}" for name in parts[title]))
-             for part, title in PARTS.items()]
-    lists.append(":::{toctree}\n:hidden:\n:caption: Reference\n\ncli\ncompat\nplots\n:::")
-    return "\n\n".join(lists)
+    parts = {title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb")) for part, title in PARTS.items()}
+    parts["Reference"] = [name for name in REFERENCE if name == "api" or (NOTEBOOKS / f"{name}.ipynb").exists()]
+    return "\n\n".join(":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))
+                       for title, names in parts.items())
 
 
-def write_pages(folder: Path) -> None:
-    "Every notebook of the book as a page in `folder`."
-    for path in sorted(NOTEBOOKS.rglob("*.ipynb")):
-        if ".ipynb_checkpoints" in path.parts:
+# --- the package --------------------------------------------------------------------------------------------------
+
+def public_names() -> set:
+    "Full names of what `from longhorn_kit import ...` offers, by the imports of the `__init__` files."
+    tree = ast.parse((ROOT / "longhorn_kit" / "__init__.py").read_text(encoding="utf-8"))
+    homes = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES")
+    found = set()
+    for name, part in ast.literal_eval(homes).items():
+        inner = ast.parse((ROOT / "longhorn_kit" / part / "__init__.py").read_text(encoding="utf-8"))
+        for node in inner.body:
+            if isinstance(node, ast.ImportFrom) and name in {a.name for a in node.names}:
+                found.add(f"longhorn_kit.{part}.{node.module}.{name}")
+    return found
+
+
+def survey(books: dict) -> dict:
+    "Everything the pages link to: definitions, modules, imports and equations of every page."
+    names = {"definitions": {}, "modules": {}, "imports": {}, "equations": {}, "lines": {}}
+    for path, notebook in books.items():
+        doc, module = page_name(path), module_of(notebook)
+        names["imports"][doc] = imported_names(notebook)
+        text = "\n".join(c["source"] for c in notebook["cells"] if c["cell_type"] == "markdown")
+        names["equations"][doc] = re.findall(r"\\tag\{(\w+)\}", text)
+        if not module:
             continue
-        notebook = page(json.loads(path.read_text(encoding="utf-8")))
-        if path == NOTEBOOKS / "index.ipynb":
-            notebook["cells"].append({"cell_type": "markdown", "id": "contents", "metadata": {}, "source": contents()})
-        target = folder / path.relative_to(NOTEBOOKS)
+        names["modules"][module] = doc
+        for cell in notebook["cells"]:
+            for entry in entries_of(cell, module):
+                for item in [entry, *entry.members]:
+                    names["definitions"].setdefault(item.full_name, doc)
+        source = ROOT / f"{module.replace('.', '/')}.py"
+        lines = api.lines_of(source.read_text(encoding="utf-8"))
+        names["lines"].update({f"{module}.{name}": line for name, line in lines.items()})
+    return names
+
+
+def package_page(books: dict) -> str:
+    "Every public name of the package with its first sentence, module by module, as a page."
+    lines = ["# The package", "", "> Every public function and class of `longhorn_kit`, with the notebook that defines it.", ""]
+    parts = [*PARTS, "."] # modules in the order of the book
+    for path in sorted(books, key=lambda p: (parts.index(p.parent.relative_to(NOTEBOOKS).as_posix()), p.stem)):
+        notebook = books[path]
+        module = module_of(notebook)
+        found = [e for cell in notebook["cells"] for e in entries_of(cell, module) if e.kind != "data"]
+        if not found:
+            continue
+        title = notebook["cells"][0]["source"].splitlines()[0].lstrip("# ")
+        lines += [f"## {module.removeprefix('longhorn_kit.')}", "", f"From [{title}]({page_name(path)}.ipynb).", "",
+                  "| name | what it is |", "|---|---|"]
+        for entry in found:
+            first = re.split(r"(?<=\.)\s", " ".join(entry.doc.split()))[0]
+            lines.append(f"| {{py:obj}}`~{entry.full_name}` | {api.markdown(first, cell=True)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# --- all pages ----------------------------------------------------------------------------------------------------
+
+def write_pages(folder: Path) -> dict:
+    "Every notebook as a page in `folder`/pages; returns what `survey` found, which is in `folder`/names.json too."
+    pages, files, public = folder / "pages", set(), public_names()
+    books = {path: read(path) for path in notebooks()}
+    for path, notebook in books.items():
+        target = pages / path.relative_to(NOTEBOOKS)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(notebook), encoding="utf-8")
+        made = page(notebook, path, public, files)
+        if path == NOTEBOOKS / "index.ipynb":
+            made["cells"].append(markdown_cell("contents", contents()))
+        if path.stem in ("glossary", "references"):
+            made["cells"] = [{**cell, "source": with_anchors(cell["source"])} for cell in made["cells"]]
+        target.write_text(json.dumps(made), encoding="utf-8")
+    (pages / "api.md").write_text(package_page(books), encoding="utf-8")
+    for file in files:
+        target = folder / "files" / file.relative_to(NOTEBOOKS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    names = survey(books)
+    (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
+    return names
 
 
-def build() -> int:
+COLAB = """# Colab only: fetch the kit as it was when this notebook was published, and install what Colab lacks.
+!git clone -q {repository} /content/longhorn-kit && git -C /content/longhorn-kit checkout -q {commit}
+%cd -q /content/longhorn-kit/{folder}
+%pip install -q -e "/content/longhorn-kit[colab]"
+import sys; sys.path.insert(0, "/content/longhorn-kit")"""
+
+
+def write_colab(folder: Path) -> None:
+    "The notebooks with a first cell that installs the kit in Colab; the workflow puts them on the branch `colab`."
+    for path in notebooks():
+        notebook, place = read(path), path.relative_to(NOTEBOOKS)
+        source = COLAB.format(repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix())
+        cell = {"cell_type": "code", "id": "colab", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        notebook["cells"].insert(1, cell)
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(json.dumps(notebook, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
+
+def index_output(kind: str) -> str:
+    "The last committed output of nbs/index.ipynb of a type: text/markdown is the headlines, image/png the idea."
+    outputs = [o for cell in read(NOTEBOOKS / "index.ipynb")["cells"] for o in cell.get("outputs", [])]
+    found = [o["data"][kind] for o in outputs if kind in o.get("data", {})]
+    return "".join(found[-1])
+
+
+def idea_figure() -> bytes:
+    "The figure of the index notebook, as the README shows it."
+    return base64.b64decode(index_output("image/png"))
+
+
+def ledger_block() -> str:
+    "The headline rows of the ledger between the marks of the README."
+    return f"<!-- headlines of the ledger: make readme -->\n{index_output('text/markdown')}\n<!-- end -->"
+
+
+def write_readme() -> None:
+    "Bring the figure and the headline rows of the README up to the committed outputs of the index notebook."
+    (HERE / "static" / "idea.png").write_bytes(idea_figure())
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- headlines.*?<!-- end -->", lambda _: ledger_block(), text, flags=re.S)
+    (ROOT / "README.md").write_text(text, encoding="utf-8")
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+def build(site: Path = SITE, work: Path = WORK) -> int:
     "Build the site; returns Sphinx's exit status. The old site stays until the new one is complete."
-    shutil.rmtree(WORK, ignore_errors=True)
-    write_pages(WORK / "pages")
-    status = sphinx(["-q", "-b", "html", "-c", str(HERE), str(WORK / "pages"), str(WORK / "site")])
+    from sphinx.cmd.build import main as sphinx
+    shutil.rmtree(work, ignore_errors=True)
+    write_pages(work)
+    write_colab(work / "colab")
+    status = sphinx(["-q", "-W", "--keep-going", "-b", "html", "-c", str(HERE), str(work / "pages"), str(work / "site")])
     if status == 0:
-        shutil.rmtree(SITE, ignore_errors=True)
-        (WORK / "site").rename(SITE)
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(work / "files", work / "site", dirs_exist_ok=True) if (work / "files").exists() else None
+        (work / "site").rename(site)
     return status
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["readme"]:
+        sys.exit(write_readme())
     status = build()
     if status == 0:
         print(f"The site is {SITE.relative_to(Path.cwd()) if SITE.is_relative_to(Path.cwd()) else SITE}/index.html")

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims', 'chosen_claims',
            'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim', 'finished_records',
-           'Reproduce', 'model_folder', 'stream_text', 'generate_from', 'Generate', 'known', 'train_from', 'TrainLM',
-           'TrainVision', 'parse', 'fail', 'main']
+           'Reproduce', 'model_folder', 'stream_text', 'generate_from', 'Generate', 'evaluate_from', 'Eval', 'Export',
+           'known', 'train_from', 'TrainLM', 'TrainVision', 'parse', 'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -38,7 +38,7 @@ def one_line(
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror.lower()}: {error.filename}"
-    if isinstance(error, (ValueError, OSError, RuntimeError)) and text:
+    if isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and text:
         return text
     return f"{type(error).__name__}: {text} (LONGHORN_DEBUG=1 shows where)"
 
@@ -213,7 +213,8 @@ def model_folder(
     if not folder.exists():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     for candidate in (folder, folder / "model"):
-        if (candidate / "model.safetensors").is_file() and (candidate / "config.json").is_file():
+        weights = [candidate / f"model.safetensors{end}" for end in ("", ".index.json")]
+        if (candidate / "config.json").is_file() and any(file.is_file() for file in weights):
             return candidate
     raise FileNotFoundError(
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
@@ -260,7 +261,7 @@ def generate_from(
 class Generate:
     "Let a trained model continue a prompt; prints token by token."
     checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of the run that trained it
-    prompt: str = "The "       # text to continue
+    prompt: str = "The "       # text to continue; - reads it from standard input
     tokens: int = 200          # tokens to add
     temperature: float = 1.0   # 0: always the most probable token
     top_k: int | None = None   # draw among the k most probable tokens
@@ -269,11 +270,73 @@ class Generate:
     tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
 
     def __call__(self):
+        folder = model_folder(self.checkpoint)
+        if self.prompt == "-":
+            self.prompt = sys.stdin.read()
         if not self.prompt:
             raise UsageError("the prompt is empty; one character is enough")
-        generate_from(self, model_folder(self.checkpoint))
+        generate_from(self, folder)
 
 # %% ../nbs/cli.ipynb #cli-040
+def evaluate_from(
+    o,            # an Eval
+    folder: Path, # of the model
+    path: Path,   # of the record
+):
+    "Run the tasks, write the record and print its table."
+    from longhorn_kit.lab import evaluation
+    from longhorn_kit.lab.records import write_json
+    names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
+    options = {name: getattr(o, name) for name in names}
+    try:
+        with contextlib.nullcontext() if sys.stderr.isatty() else evaluation.quiet():
+            record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
+    except evaluation.UnknownTask as error:
+        raise UsageError(error) from None
+    write_json(path, record)
+    title, header, rows = evaluation.score_table(record)
+    print(f"{title}\n{evaluation.table_text(header, rows)}\nresults: {path}")
+
+# %% ../nbs/cli.ipynb #cli-041
+@dataclass
+class Eval:
+    "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
+    tasks: tuple[str, ...]  # lm-eval's names, or recall: the six recall-intensive sets
+    model: str              # folder of a trained model, of the run that trained it, or of transformers
+    read: Literal["once", "twice", "both"] = "once" # twice: every context is given two times
+    shots: int | None = None      # examples before each question; by default the task's
+    limit: int | None = None      # documents a task; by default all
+    include: str | None = None    # folder with tasks of your own
+    context: int = 8192           # longest context in tokens; a longer one loses its beginning
+    batch_size: int = 1           # requests at a time
+    tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER; by default that of the training
+    out: str | None = None        # JSON file of the results; by default in the model's folder
+
+    def __call__(self):
+        folder = model_folder(self.model)
+        name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
+        path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}.json"
+        writable_folder(path.parent)
+        evaluate_from(self, folder, path)
+
+# %% ../nbs/cli.ipynb #cli-042
+@dataclass
+class Export:
+    "Write a checkpoint as a folder of transformers (needs the extra hf)."
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of the run that trained it
+    folder: tyro.conf.Positional[str]     # where to write
+    tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
+    context: int = 8192          # tokens that other tools may give the model at a time
+
+    def __call__(self):
+        source, out = model_folder(self.checkpoint), Path(self.folder)
+        if out.exists() and out.resolve() == source.resolve():
+            raise UsageError("the folder to write is the checkpoint itself")
+        from longhorn_kit.lab.evaluation import export_checkpoint
+        export_checkpoint(source, writable_folder(out), self.tokenizer, self.context)
+        print(f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)")
+
+# %% ../nbs/cli.ipynb #cli-044
 def known(
     kind: str, # what the name is a name of
     name: str, # what was typed
@@ -283,7 +346,7 @@ def known(
     if name not in names:
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
 
-# %% ../nbs/cli.ipynb #cli-042
+# %% ../nbs/cli.ipynb #cli-046
 def train_from(
     options, # a TrainLM
 ):
@@ -297,7 +360,7 @@ def train_from(
     overrides = {name: value for name, value in given.items() if name not in fixed}
     train_lm(options.preset, options.mixer, options.data, options.out, **overrides)
 
-# %% ../nbs/cli.ipynb #cli-044
+# %% ../nbs/cli.ipynb #cli-048
 @dataclass
 class TrainLM:
     "Train a language model; the same command continues an interrupted run."
@@ -324,7 +387,7 @@ class TrainLM:
     def __call__(self):
         train_from(self)
 
-# %% ../nbs/cli.ipynb #cli-046
+# %% ../nbs/cli.ipynb #cli-050
 @dataclass
 class TrainVision:
     "Train a vision model; the same command continues an interrupted run."
@@ -351,15 +414,15 @@ class TrainVision:
         print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
               f"of {found['images']:,} images, {found['skipped']} skipped")
 
-# %% ../nbs/cli.ipynb #cli-048
+# %% ../nbs/cli.ipynb #cli-052
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate,
-            "train-vision": TrainVision}
+            "eval": Eval, "export": Export, "train-vision": TrainVision}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
            tyro.conf.DisallowNone)
 
-# %% ../nbs/cli.ipynb #cli-050
+# %% ../nbs/cli.ipynb #cli-054
 def parse(
     argv: list[str], # the words after `longhorn`
 ):
@@ -377,7 +440,7 @@ def parse(
             return None
         raise UsageError(complaint(box.getvalue())) from None
 
-# %% ../nbs/cli.ipynb #cli-052
+# %% ../nbs/cli.ipynb #cli-056
 def fail(
     message: str,
     code: int, # exit code
@@ -388,7 +451,7 @@ def fail(
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code
 
-# %% ../nbs/cli.ipynb #cli-053
+# %% ../nbs/cli.ipynb #cli-057
 def main(
     argv: list[str] | None = None, # the words after `longhorn`; by default the command line's
 ) -> int:                          # exit code
@@ -414,7 +477,7 @@ def main(
             raise
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
-# %% ../nbs/cli.ipynb #cli-055
+# %% ../nbs/cli.ipynb #cli-059
 #| eval: false
 if __name__ == "__main__":
     sys.exit(main())

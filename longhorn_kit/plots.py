@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['COLORS', 'LABELS', 'INK', 'use_style', 'label_ends', 'plot_seeds']
 
-# %% ../nbs/plots.ipynb #plots-002
+# %% ../nbs/plots.ipynb #plots-003
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-# %% ../nbs/plots.ipynb #plots-004
+# %% ../nbs/plots.ipynb #plots-005
 COLORS = {
     "longhorn_exact": "#0072B2", "longhorn": "#E69F00",
     "longhorn_scalar": "#009E73", "longhorn_decoupled": "#CC79A7",
@@ -29,7 +29,7 @@ LABELS = {
 }
 INK = "#7A7A7A"
 
-# %% ../nbs/plots.ipynb #plots-005
+# %% ../nbs/plots.ipynb #plots-006
 def use_style():
     "Set matplotlib's defaults to the look of the book; call it once, after the imports."
     ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor",
@@ -44,7 +44,7 @@ def use_style():
         **dict.fromkeys(ink, INK),
     })
 
-# %% ../nbs/plots.ipynb #plots-007
+# %% ../nbs/plots.ipynb #plots-008
 def label_ends(
     ax,        # axes whose lines carry their name in `label=`
     gap=0.065, # smallest distance between two labels, as a fraction of the axes' height
@@ -65,7 +65,7 @@ def label_ends(
         ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction",
                     color=line.get_color(), va="center")
 
-# %% ../nbs/plots.ipynb #plots-009
+# %% ../nbs/plots.ipynb #plots-010
 def plot_seeds(
     ax,     # axes to draw on
     steps,  # (T,) common x values

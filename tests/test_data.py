@@ -1,4 +1,4 @@
-import gzip, json, lzma, math, os, sys, types
+import errno, gzip, json, lzma, math, multiprocessing, os, signal, sys, time, types
 from collections import Counter
 import numpy as np
 import pytest
@@ -282,10 +282,9 @@ def test_dtype_holds_the_vocabulary(size, dtype):
     assert token_dtype(size) == np.dtype(dtype) and np.iinfo(token_dtype(size)).max >= size - 1
 
 
-def test_tokens_are_those_of_the_text_however_small_the_shards(tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_text_however_small_the_shards(tmp_path):
     source = write(tmp_path / "a.txt")
-    monkeypatch.setattr(data.write_corpus, "__defaults__", (1000,))
-    corpus = prepare(source, cache=tmp_path / "cache")
+    corpus = prepare(source, cache=tmp_path / "cache", shard_tokens=1000)
     expected = {
         part: b"".join(t.encode() + b"\0" for p, t in split_documents(load_documents(source)) if p == part)
         for part in ("train", "val")
@@ -296,20 +295,244 @@ def test_tokens_are_those_of_the_text_however_small_the_shards(tmp_path, monkeyp
         assert corpus.index[part]["tokens"] == corpus.index[part]["bytes"] == len(expected[part])
 
 
-def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_good(tmp_path, monkeypatch):
-    source, real = write(tmp_path / "a.txt"), data.ShardWriter.add
+def bytes_of(corpus):
+    return {path.name: path.read_bytes() for path in sorted(corpus.folder.glob("*.bin"))}
 
-    def interrupted(self, tokens, size):
-        real(self, tokens, size)
-        if self.summary["documents"] == 50:
-            raise KeyboardInterrupt
 
-    monkeypatch.setattr(data.ShardWriter, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(source, cache=tmp_path / "cache")
-    assert os.listdir(tmp_path / "cache") == []
-    monkeypatch.setattr(data.ShardWriter, "add", real)
-    assert prepare(source, cache=tmp_path / "cache").index["train"]["documents"] > 150
+def small_batches(monkeypatch, documents=7):
+    monkeypatch.setattr(data, "BATCH_DOCUMENTS", documents)
+    monkeypatch.setattr(data, "MARK_SECONDS", 0.0)
+
+
+def stop_after(monkeypatch, batches, error):
+    "Writing the batch after these raises an error, once."
+    real, count = data.Preparation.add_batch, iter(range(10**6))
+
+    def add_batch(self, *arguments):
+        if next(count) == batches:
+            self.writers["train"].add([1, 2, 3], 3)  # something behind the mark
+            raise error
+        return real(self, *arguments)
+
+    monkeypatch.setattr(data.Preparation, "add_batch", add_batch)
+
+
+@pytest.mark.parametrize(
+    "batches, shard_tokens, workers", [(0, 1000, 1), (1, 1 << 20, 2), (1, 500, 1), (4, 1000, 3), (9, 1 << 20, 1)]
+)
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
+    tmp_path, monkeypatch, batches, shard_tokens, workers
+):
+    small_batches(monkeypatch, 20)
+    source, options = write(tmp_path / "a.txt"), {"shard_tokens": shard_tokens, "workers": workers}
+    whole = prepare(source, cache=tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, batches, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, cache=tmp_path / "cache", **options)
+    left = list((tmp_path / "cache").iterdir())
+    assert len(left) == (batches > 0) and not list((tmp_path / "cache").glob("*/index.json"))
+    opened = []
+    real = data.batches
+    monkeypatch.setattr(data, "batches", lambda *arguments: opened.append(arguments) or real(*arguments))
+    again = prepare(source, cache=tmp_path / "cache", **options)
+    assert bytes_of(again) == bytes_of(whole) and again.index == whole.index
+    assert (opened[0][1] or {"documents": 0})["documents"] == 20 * max(batches - 1, 0)  # not from the beginning
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [again.folder.name]
+
+
+class Rows:
+    "A streamed dataset as `datasets` has it: an iterable with a position."
+
+    def __init__(self, n, texts=None, delay=0.0):
+        self.n, self.at, self.delay = n, 0, delay
+        self.texts = texts or documents(n)
+
+    def __iter__(self):
+        while self.at < self.n:
+            time.sleep(self.delay)
+            self.at += 1
+            yield {"text": self.texts[self.at - 1]}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_stream_killed_again_and_again_gives_the_same_shards(tmp_path, monkeypatch):
+    small_batches(monkeypatch, 12)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(600))
+    options = {"shard_tokens": 3000, "fraction": 0.2, "workers": 2}
+    whole = prepare("hf:owner/books", cache=tmp_path / "whole", **options)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(600, delay=0.002))
+    fork, kills, seen = multiprocessing.get_context("fork"), 0, 0
+
+    def journal():
+        return next((tmp_path / "cache").glob(".*.partial/journal.json"), None)
+
+    def work():
+        prepare("hf:owner/books", cache=tmp_path / "cache", **options)
+
+    while kills < 3:
+        child = fork.Process(target=work)
+        child.start()
+        while child.is_alive() and seen < (kills + 1) * 17_000:
+            time.sleep(0.002)
+            path = journal()
+            seen = json.loads(path.read_text())["marks"]["train"]["tokens"] if path else 0
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL and journal()
+        kills += 1
+    starts = []
+    fake_datasets(monkeypatch, lambda *args, **options: starts.append(Rows(600)) or starts[-1])
+    real = Rows.load_state_dict
+    monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
+    again = prepare("hf:owner/books", cache=tmp_path / "cache", **options)
+    assert bytes_of(again) == bytes_of(whole) and len(bytes_of(whole)) > 10
+    assert starts[1] > 200  # from the saved position, not from the first row
+
+
+def test_the_real_library_goes_on_in_the_middle_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    small_batches(monkeypatch, 40)
+    folder, texts = tmp_path / "rows", documents(300)
+    folder.mkdir()
+    for number in range(3):
+        lines = [json.dumps({"text": text}) for text in texts[100 * number : 100 * number + 100]]
+        (folder / f"part-{number}.jsonl").write_text("\n".join(lines))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
+    corpus = prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
+    plain = tmp_path / "plain.txt"
+    plain.write_text(SEPARATOR.join(texts) + SEPARATOR)
+    assert corpus.index["train"]["documents"] + corpus.index["val"]["documents"] == 300
+    held = [text for text in texts if is_held_out(text)]
+    assert bytes(corpus.val[:]) == "".join(text + "\0" for text in held).encode()
+    (corpus.folder / "train-00003.bin").unlink()
+    assert bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000, repair=True)) == (
+        bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "other", shard_tokens=5000))
+    )
+
+
+def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
+    small_batches(monkeypatch)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 20, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare("hf:owner/books", cache=tmp_path)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
+    with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
+        prepare("hf:owner/books", cache=tmp_path)
+
+
+def test_a_network_that_fails_in_the_middle_is_one_line_and_keeps_the_work(tmp_path, monkeypatch):
+    small_batches(monkeypatch, 100)
+    texts = documents(1500)
+
+    class Broken(Rows):
+        def __iter__(self):
+            for row in super().__iter__():
+                if self.at == 1400:
+                    raise ConnectionError("read timed out\nand more")
+                yield row
+
+    fake_datasets(monkeypatch, lambda *args, **options: Broken(1500, texts))
+    with pytest.raises(OSError, match="'owner/books'.*timed out; what was prepared is kept") as caught:
+        prepare("hf:owner/books", cache=tmp_path)
+    assert "\n" not in str(caught.value)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500, texts))
+    assert len(prepare("hf:owner/books", cache=tmp_path).index["train"]["shards"]) == 1
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_work(tmp_path, monkeypatch):
+    small_batches(monkeypatch, 20)
+    source = write(tmp_path / "a.txt")
+    whole = prepare(source, cache=tmp_path / "whole", shard_tokens=1000)
+    with monkeypatch.context() as patch:
+        real, count = data.OpenShard.write, iter(range(10**6))
+
+        def full(self, tokens):
+            if next(count) == 100:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(self, tokens)
+
+        patch.setattr(data.OpenShard, "write", full)
+        with pytest.raises(OSError, match="cannot write .*No space left on device; what was prepared is kept") as e:
+            prepare(source, cache=tmp_path / "cache", shard_tokens=1000)
+    assert "\n" not in str(e.value) and e.value.errno == errno.ENOSPC
+    assert bytes_of(prepare(source, cache=tmp_path / "cache", shard_tokens=1000)) == bytes_of(whole)
+
+
+def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatch):
+    small_batches(monkeypatch)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, delay=0.001))
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    def work():
+        before = time.monotonic()
+        results.put((len(prepare("hf:owner/books", cache=tmp_path).train), time.monotonic() - before))
+
+    children = [fork.Process(target=work) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    found = [results.get() for _ in children]
+    assert [child.exitcode for child in children] == [0, 0, 0] and len({n for n, _ in found}) == 1
+    assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
+
+
+def test_a_target_of_tokens_stops_behind_the_document_that_reaches_it(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.txt")
+    everything = prepare(source, cache=tmp_path)
+    some = prepare(source, cache=tmp_path, tokens=9000)
+    assert 9000 <= len(some.train) < 9300 and some.folder != everything.folder
+    assert bytes(some.train[:]) == bytes(everything.train[: len(some.train)]) and some.train[-1] == 0
+
+
+def test_names_of_datasets(monkeypatch):
+    asked = []
+
+    def load(path, config, split, streaming, **options):
+        asked.append((path, config, split, options))
+        return [{"text": "x"}]
+
+    fake_datasets(monkeypatch, load)
+    for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
+        list(load_documents(f"hf:{name}"))
+    assert asked == [
+        ("a/b", None, "train", {}),
+        ("a/b", "c", "test", {}),
+        ("a/b", None, "train", {"revision": "v1"}),
+        ("a/b", None, "validation", {"revision": "v1"}),
+    ]
+    with pytest.raises(ValueError, match="hf::: its name should look like"):
+        list(load_documents("hf::"))
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch):
+    class Wrong(data.ByteTokenizer):
+        vocab_size = 100
+
+    monkeypatch.setattr(data, "get_tokenizer", lambda name: Wrong())
+    with pytest.raises(ValueError, match="tokenizer bytes gives token 1.., which is outside its vocabulary of 100"):
+        prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    monkeypatch.undo()
+    corpus = prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    corpus.check_vocabulary(256)
+    with pytest.raises(ValueError, match=r"the data has a vocabulary of 256 tokens \(bytes\); the model has 100"):
+        corpus.check_vocabulary(100)
+    index = json.loads((corpus.folder / "index.json").read_text())
+    (corpus.folder / "index.json").write_text(json.dumps(index | {"vocab_size": 90}))
+    with pytest.raises(ValueError, match="train-00000.bin holds token 11., but the vocabulary has 90"):
+        prepare(str(tmp_path / "a.txt"), cache=tmp_path / "cache", verify=True)
 
 
 def test_the_index_is_what_makes_a_folder_good(tmp_path):
@@ -342,6 +565,31 @@ def test_a_damaged_shard_is_found(tmp_path, damage, says):
     ) as caught:
         prepare(source, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
+    prepare(source, cache=tmp_path / "cache", repair=True)
+    assert shard.read_bytes() == content
+    if damage:  # a shard that cannot come out the same is not believed
+        shard.write_bytes(damage(content))
+        index = json.loads((shard.parent / "index.json").read_text())
+        index["train"]["shards"][0]["sha256"] = "0" * 64
+        (shard.parent / "index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="train-00000.bin cannot be made again"):
+            prepare(source, cache=tmp_path / "cache", repair=True)
+
+
+def test_what_opening_checks(tmp_path):
+    source = write(tmp_path / "a.txt")
+    shard = prepare(source, cache=tmp_path / "cache").folder / "train-00000.bin"
+    content, date = shard.read_bytes(), shard.stat().st_mtime_ns
+    shard.write_bytes(content[:100] + b"?" + content[101:])
+    os.utime(shard, ns=(date, date))  # as a failing disk does it: nothing says that the file has changed
+    prepare(source, cache=tmp_path / "cache")
+    prepare(source, cache=tmp_path / "cache", verify=False)
+    with pytest.raises(ValueError, match="is damaged"):
+        prepare(source, cache=tmp_path / "cache", verify=True)
+    os.utime(shard)
+    with pytest.raises(ValueError, match="is damaged"):
+        prepare(source, cache=tmp_path / "cache")
+    prepare(source, cache=tmp_path / "cache", verify=False)
 
 
 def test_another_text_is_another_folder(tmp_path):

@@ -13,7 +13,7 @@ from longhorn_kit.lab.language import (
     model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
-from longhorn_kit.models import SequenceLM
+from longhorn_kit.models import MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 
 RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
@@ -89,12 +89,48 @@ def test_seen_windows_are_what_training_feeds_the_model():
     assert (torch.cat(recorder.seen).numpy() == seen_windows(tokens, RECIPE)).all()
 
 
+def count_by_two(config, known={}):
+    "Parameters of a model from one with one block and one with two: blocks are alike."
+    key = str(replace(config, n_layer=1))
+    if key not in known:
+        known[key] = [count_parameters(replace(config, n_layer=n)) for n in (1, 2)]
+    one, two = known[key]
+    return one + (config.n_layer - 1) * (two - one)
+
+
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
-def test_every_model_of_a_preset_has_the_same_number_of_parameters(preset):
-    target = count_parameters(model_config(LM_PRESETS[preset], "longhorn", 256))
-    for mixer in ("longhorn_exact", "longhorn_scalar", "longhorn_decoupled", "mamba", "attention"):
-        config = model_config(LM_PRESETS[preset], mixer, 256)
-        assert config.mixer == mixer and abs(count_parameters(config) / target - 1) <= 0.01
+def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(preset, monkeypatch):
+    chosen = LM_PRESETS[preset]
+    vocab = 256 if chosen.tokenizer == "bytes" else 50257
+    whole = count_parameters(model_config(chosen, "longhorn", vocab))
+    monkeypatch.setattr(lm, "count_parameters", count_by_two) # the search counts a model dozens of times
+    monkeypatch.setattr(language, "count_parameters", count_by_two)
+    assert len(MIXERS) == 15
+    for mixer in MIXERS:
+        config = model_config(chosen, mixer, vocab)
+        assert config.mixer == mixer and abs(count_parameters(config) / whole - 1) <= 0.01
+        scan = mixer.startswith(("longhorn", "mamba"))
+        assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
+        assert config.vocab_size == (256 if vocab == 256 else 50304) and (scan or config.d_mlp > chosen.d_model)
+        assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
+
+
+def test_the_papers_recipe_to_the_letter():
+    for name, millions, steps in (("owt-120m", 128.56, 5000), ("owt-350m", 369.97, 14000)):
+        preset = LM_PRESETS[name]
+        assert round(count_parameters(model_config(preset, "longhorn", 50257)) / 1e6, 2) == millions
+        recipe = preset.train
+        assert recipe.batch_size * recipe.context == 491_520 and recipe.context == 1024 and recipe.steps == steps
+        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (6e-4, pytest.approx(6e-5), 250)
+        assert (recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (0.1, 0.9, 0.95, 1.0)
+        for gpus in (1, 4): # every GPU's part of a step is whole
+            assert recipe.batch_size % (gpus * recipe.accumulate // gpus) == 0
+    assert round(count_parameters(model_config(LM_PRESETS["owt-120m"], "mamba", 50257)) / 1e6, 2) == 129.15
+    assert round(count_parameters(model_config(LM_PRESETS["owt-350m"], "mamba", 50257)) / 1e6, 2) == 371.54
+    largest = LM_PRESETS["slimpajama-1.3b"].train
+    assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
+    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
+    assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
 
 
 def test_run_cut_short_goes_on_with_what_is_finished(tmp_path, text, monkeypatch):
@@ -177,9 +213,21 @@ def test_one_seed_decides_only_what_is_larger_than_its_noise():
     assert outcomes(longhorn=[2.0, 2.1], mamba=[2.01, 2.11], attention=[2.3, 2.11]) == ["holds", "mixed"]
 
 
+def test_files_that_are_no_text_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
+    for name, data, says in (("empty.txt", b"", "is empty"), ("binary.txt", b"a\0b" * 99, "contains NUL bytes")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name}.* {says}") as caught:
+            train_lm("laptop", "longhorn", str(tmp_path / name), tmp_path / "run")
+        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+    (tmp_path / "short.txt").write_text("short text, hardly a line\n" * 100)
+    with pytest.raises(ValueError, match="a context of 4096 needs at least 4097"):
+        train_lm("laptop", "longhorn", str(tmp_path / "short.txt"), tmp_path / "run", context=4096, steps=2)
+
+
 @pytest.mark.parametrize("call, match", [
-    (lambda folder: run("moon", folder), "unknown scale 'moon' for language; there is: laptop"),
-    (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset 'huge'; there are: laptop .*shakespeare"),
+    (lambda folder: run("moon", folder), "unknown scale 'moon' for language; there are: laptop"),
+    (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),

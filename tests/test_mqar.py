@@ -10,12 +10,11 @@ from hypothesis import given, settings, strategies as st
 
 from longhorn_kit.lab import mqar, mqar_grid
 from longhorn_kit.lab.mqar import (
-    PARTS, Run, Task, Training, accuracy, alike_keys, answer, bag_of_tokens, draw, finish, gap_law, generator_of, look_inside, look_up,
+    PARTS, Run, Task, Training, alike_keys, answer, bag_of_tokens, draw, finish, gap_law, generator_of, look_inside, look_up,
     noisy_keys, repeat_gain, state_bytes, train_chunks, train_run,
 )
 from longhorn_kit.lab.mqar_grid import LAPTOP, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
-from longhorn_kit.lab.records import append_jsonl, read_json, read_jsonl
-from longhorn_kit.models import SequenceLM
+from longhorn_kit.lab.records import read_json, read_jsonl
 
 TINY = replace(LAPTOP, stages=(Stage(16, 2, 8, models=("longhorn", "attention")), Stage(16, 2, 8, 1, models=("longhorn_exact",), d_state=4)), vocab=16,
                steps=5, warmup=1, tokens=64, test_streams=8, longest=32, seeds=(0, 1))
@@ -222,12 +221,12 @@ def test_other_seeds_run_only_with_the_best_learning_rate(tmp_path):
     results, first = Results(tmp_path), cells(grid)[0]
     todo = missing(first, grid.lrs, grid, results)
     assert [(run.lr, run.seed) for run in todo] == [(0.1, 0), (0.01, 0)]
-    for run, score in zip(todo, (0.2, 0.7)):
-        results.add(fake(run, score))
+    for tried, score in zip(todo, (0.2, 0.7)):
+        results.add(fake(tried, score))
     todo = missing(first, grid.lrs, grid, results.refresh())
     assert [(run.lr, run.seed) for run in todo] == [(0.01, 1), (0.01, 2)]
-    for run in todo:
-        results.add(fake(run, 0.5))
+    for tried in todo:
+        results.add(fake(tried, 0.5))
     assert missing(first, grid.lrs, grid, results.refresh()) == []
     late = (*grid.lrs, *grid.late_lrs)
     assert [run.lr for run in missing(first, late, grid, results)] == [0.001]
@@ -368,9 +367,20 @@ def test_verdict_leaves_out_what_both_solve_and_what_neither_learns():
     assert judged(cell("longhorn", solved), cell("mamba", learnt), cell("gla", lost),
                   cell("longhorn", learnt, 128), cell("mamba", solved, 128), cell("gla", lost, 128))[1] == "mixed"
     one = judged(cell("longhorn", solved), cell("mamba", [0.8]), cell("gla", lost))
-    assert one[1] == "holds" and "one seed only at 1" in one[0]
+    assert one[1] == "holds" and "diagonal - Mamba +19 (one seed only), diagonal - GLA +74" in one[0]
     ours, verdict = judged(cell("longhorn", lost), cell("mamba", lost), cell("gla", lost))
-    assert verdict == "mixed" and "neither learns at 1" in ours
+    assert verdict == "mixed" and ours.count("(neither learns)") == 2
+
+
+def test_a_grid_that_is_not_complete_is_unfinished_unless_its_sizes_disagree():
+    from longhorn_kit.lab.claims import judge_mqar
+    high, low = [0.9, 0.91], [0.5, 0.51]
+    cells = [cell("longhorn", high), cell("mamba", low), cell("longhorn", low, 128), cell("mamba", high, 128)]
+    judged = lambda cells, known: judge_mqar({"results": {"cells": cells, "cells_of_grid": known}})
+    assert judged(cells[:2], 2)[1] == "holds"
+    ours, verdict = judged(cells[:2], 8)
+    assert verdict == "unfinished" and "2 of 8 cells" in ours
+    assert judged(cells, 8)[1] == "mixed"
 
 
 def test_recorded_grid_is_what_its_runs_say():

@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from longhorn_kit.lab import records
 from longhorn_kit.lab.records import (
     PlainProgress,
     append_jsonl,
-    atomic_file,
     atomic_folder,
     commit_of_kit,
     environment,

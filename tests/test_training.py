@@ -509,6 +509,7 @@ def test_training_leaves_the_callers_random_state_alone():
         (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"),
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(accumulate=0), "accumulate is 0"),
+        (dict(loss_chunk=-1), "loss_chunk is -1"),
     ],
 )
 def test_impossible_settings_are_refused(wrong, says):
@@ -537,13 +538,8 @@ def test_records_hold_no_machine_path(tmp_path, monkeypatch):
 # ---- several processes
 
 
-def test_two_processes_train_as_one_would(tmp_path):
-    "The same batches, losses and evaluation; then one process goes on from their checkpoint."
-    script = (
-        "import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1);"
-        "model = Tiny(); model.dropout.p = 0.0; config = dataclasses.replace(CONFIG, steps=20);"
-        "train(model, TOKENS, VAL, config, sys.argv[1], quiet=True); torch.distributed.destroy_process_group()"
-    )
+def two_processes(script, folder, **environment):
+    "Run a script in two processes of one training; their exit codes and what they printed."
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -557,26 +553,185 @@ def test_two_processes_train_as_one_would(tmp_path):
     )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path / "two")],
+            [sys.executable, "-c", SETUP + script, str(folder)],
             cwd=Path(__file__).parent.parent,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        told = [process.communicate(timeout=120)[0] for process in processes]
+        return [process.returncode for process in processes], told
     finally:
         for process in processes:
             process.kill()
+
+
+SETUP = (
+    "import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1);"
+    "model = Tiny(); model.dropout.p = 0.0; config = dataclasses.replace(CONFIG, steps=20);"
+)
+
+
+def same_curves(together, alone):
+    assert [line["step"] for line in together] == [line["step"] for line in alone]
+    for name in ("loss", "grad_norm", "lr"):
+        assert np.allclose([line[name] for line in together], [line[name] for line in alone], rtol=1e-4)
+    assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=1e-5)
+
+
+def test_two_processes_train_as_one_would(tmp_path):
+    "The same batches, losses and evaluation; then one process goes on from their checkpoint."
+    script = "train(model, TOKENS, VAL, config, sys.argv[1], quiet=True); torch.distributed.destroy_process_group()"
+    assert two_processes(script, tmp_path / "two")[0] == [0, 0]
     model = Tiny()
     model.dropout.p = 0.0
     config = dataclasses.replace(CONFIG, steps=20)
     alone = train(model, TOKENS, VAL, config, quiet=True)["history"]
-    together = read_jsonl(tmp_path / "two" / "metrics.jsonl")
-    assert [line["step"] for line in together] == list(range(1, 21))
-    for name in ("loss", "grad_norm", "lr"):
-        assert np.allclose([line[name] for line in together], [line[name] for line in alone], rtol=1e-4)
-    assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=1e-5)
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
     assert latest_checkpoint(tmp_path / "two")[1]["step"] == 20
     (tmp_path / "two" / "checkpoints" / "step-00000020" / "checkpoint.json").unlink()
     assert train(model, TOKENS, VAL, config, tmp_path / "two", quiet=True)["resumed_from"] == 10
+
+
+def language_model(**options):
+    from longhorn_kit.models import LMConfig, SequenceLM
+
+    torch.manual_seed(0)
+    return SequenceLM(LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options))
+
+
+def shard_on_a_cpu():
+    "Make the next Accelerator use FSDP2, which Accelerate itself offers on GPUs only."
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    make = training.make_accelerator
+
+    def sharding(config):
+        accelerator = make(config)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False,
+        )
+        for state in (AcceleratorState._shared_state, PartialState._shared_state):
+            state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        return accelerator
+
+    training.make_accelerator = sharding
+
+
+def test_sharded_weights_train_as_whole_ones_would_and_go_on(tmp_path):
+    "FSDP2 with a sliced loss: every process holds half of the weights; then both go on from the middle."
+    script = (
+        "shard_on_a_cpu(); from longhorn_kit.lab.language import whole_model;"
+        "config, folder = dataclasses.replace(config, loss_chunk=5), Path(sys.argv[1])\n"
+        "for attempt in range(2):\n"
+        "    model = language_model()\n"
+        "    result = train(model, TOKENS, VAL, config, folder, quiet=True)\n"
+        "    assert model.embedding.weight.full_tensor().shape == (32, 8)\n"
+        "    print(result['resumed_from'], evaluate(whole_model(model), VAL, 8))\n"
+        "    torch.distributed.barrier()\n"
+        "    (folder / 'checkpoints' / 'step-00000020' / 'checkpoint.json').unlink(missing_ok=True)\n"
+        "    torch.distributed.barrier()\n"
+        "torch.distributed.destroy_process_group()"
+    )
+    codes, told = two_processes(script, tmp_path / "two", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert codes == [0, 0]
+    config = dataclasses.replace(CONFIG, steps=20)
+    alone = train(language_model(), TOKENS, VAL, config, quiet=True)["history"]
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
+    for text in told:
+        (first, loss), (again, same) = (line.split() for line in text.splitlines())
+        assert (first, again) == ("None", "10") and math.isclose(float(loss), float(same), rel_tol=1e-5)
+        assert math.isclose(float(loss), alone[-1]["val_loss"], rel_tol=1e-5)
+    engine = read_json(tmp_path / "two" / "config.json")["attempts"][0]["engine"]
+    assert engine["distributed"] == "FSDP" and engine["processes"] == 2 and engine["loss_chunk"] == 5
+
+
+def test_a_lost_worker_is_one_line_and_the_run_goes_on(tmp_path):
+    script = (
+        "old = Sampler.next_batch;"
+        "Sampler.next_batch = lambda self: os._exit(9) if self.rank == 1 and self.drawn >= 13 * 4 else old(self)\n"
+        "try: train(model, TOKENS, VAL, config, sys.argv[1], quiet=True)\n"
+        "except training.WorkerLost as error: print(error, flush=True); os._exit(3)"
+    )
+    codes, told = two_processes(script, tmp_path / "two")
+    assert codes == [3, 9] and told[0].count("\n") == 1
+    assert "another of the 2 processes is gone, seen at step 13" in told[0]
+    assert "start the same command again, it goes on from" in told[0] and "step-00000010" in told[0]
+    assert run(tmp_path / "two", config=dataclasses.replace(CONFIG, steps=20))["resumed_from"] == 10
+
+
+# ---- on large machines
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
+    torch.manual_seed(1)
+    h, weight = torch.randn(33, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    targets = torch.randint(11, (33,))
+    targets[::5] = -100
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = nn.functional.linear(h, weight)
+        expected = nn.functional.cross_entropy(logits.float(), targets)
+        ours = training.sliced_loss(h, weight, targets, chunk)
+    assert ours.dtype == torch.float32 and torch.allclose(ours, expected, rtol=1e-5)
+    for a, b in zip(torch.autograd.grad(3 * ours, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))):
+        assert torch.allclose(a, b, atol=2e-2 if bf16 else 1e-6)
+    with torch.no_grad():
+        assert torch.allclose(training.sliced_loss(h, weight, targets, chunk), ours, rtol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}])
+def test_slices_change_nothing_in_training(options):
+    config = dataclasses.replace(CONFIG, steps=12)
+    whole = train(language_model(**options), TOKENS, VAL, config, quiet=True)["history"]
+    sliced = train(
+        language_model(**options), TOKENS, VAL, dataclasses.replace(config, loss_chunk=10), quiet=True
+    )["history"]
+    same_curves(sliced, whole)
+
+
+def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):
+    import functools
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    short = dataclasses.replace(CONFIG, steps=12, save_every=6, loss_chunk=16)
+    alone = train(language_model(n_layer=3), TOKENS, VAL, short, quiet=True)["history"]
+    torch._dynamo.utils.counters.clear()
+    model = language_model(n_layer=3)
+    compiled = dataclasses.replace(short, compile=True)
+    found = train(model, TOKENS, VAL, compiled, tmp_path, quiet=True)
+    stats, breaks = (torch._dynamo.utils.counters[name] for name in ("stats", "graph_break"))
+    assert stats["unique_graphs"] == 2 and not breaks  # one block for all three, and the loss
+    same_curves(found["history"], alone)
+    assert list(model.state_dict()) == list(language_model(n_layer=3).state_dict())
+    (tmp_path / "checkpoints" / "step-00000012" / "checkpoint.json").unlink()
+    plain = train(language_model(n_layer=3), TOKENS, VAL, short, tmp_path, quiet=True)
+    assert plain["resumed_from"] == 6
+    same_curves(plain["history"], alone)
+    engines = [attempt["engine"] for attempt in read_json(tmp_path / "config.json")["attempts"]]
+    assert [engine["compile"] for engine in engines] == [True, False]
+    assert all(engine["scan"] == "scaled_dot_product_attention" for engine in engines)
+
+
+def test_tokens_beyond_the_vocabulary_are_one_line():
+    with pytest.raises(ValueError, match="the data has a token 31, and the model's vocabulary ends at 19") as caught:
+        train(language_model(vocab_size=20), TOKENS, None, CONFIG, quiet=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sliced_loss_is_for_language_models():
+    with pytest.raises(ValueError, match="loss_chunk is 8; it is for language models, and Tiny is none"):
+        run(config=dataclasses.replace(CONFIG, loss_chunk=8))
+
+
+def test_a_context_longer_than_the_text_is_one_line():
+    with pytest.raises(ValueError, match="the text has 20 tokens; a context of 32 needs at least 33"):
+        run(tokens=TOKENS[:20], config=dataclasses.replace(CONFIG, context=32))

@@ -2,7 +2,6 @@
 import io
 import json
 import tarfile
-from dataclasses import asdict, replace
 
 import numpy as np
 import pytest

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
-           'THREAD', 'CODE', 'FIGURE', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'MQAR_ORDER', 'SOLVED',
-           'LEARNT', 'CLAIMS', 'MUON', 'SCALES', 'recall_gain', 'compare_seeds', 'all_of', 'Claim', 'scores_text',
-           'judge_recall', 'judge_language', 'judge_exact_cost', 'compare_recall', 'compare_mqar', 'judge_mqar',
-           'judge_vision', 'parameters_saved', 'suggest', 'find_claim', 'claim_module', 'runnable', 'Row',
-           'load_record', 'judge', 'results_folder', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger',
-           'ledger']
+           'THREAD', 'CODE', 'FIGURE', 'SCALES', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'SHAPES',
+           'MQAR_ORDER', 'SOLVED', 'LEARNT', 'FOOTNOTES', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain', 'compare_seeds',
+           'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language', 'judge_pair',
+           'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times', 'times_text',
+           'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall', 'compare_mqar',
+           'judge_mqar', 'judge_vision', 'parameters_saved', 'suggest', 'find_claim', 'claim_module', 'runnable', 'Row',
+           'load_record', 'judge', 'rerun_command', 'results_folder', 'ledger_summary', 'ledger_text',
+           'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
@@ -60,21 +62,24 @@ def recall_gain(
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-013
 DOWNSTREAM_PERPLEXITY = {"longhorn": 18.05, "mamba": 18.86, "gla": 20.86}
 EXTRAPOLATION = { # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K; off a plot, +-0.03
+    "attention": (7.86,), # the plot ends above it before 4K
     "longhorn": (8.30, 8.29, 8.37, 8.36, 8.34),
     "mamba": (8.43, 8.46, 8.43, 8.46, 8.42),
     "gla": (9.34, 8.97, 9.16, 9.29, 9.39),
 }
 INDEPENDENT = { # MuonSSM, arXiv 2606.30461: 170M parameters, 10B tokens of FineWeb-Edu
-    "Wikitext perplexity": {"longhorn": 43.06, "mamba": 42.17},
-    "LAMBADA perplexity": {"longhorn": 96.80, "mamba": 102.51},
-    "mean accuracy": {"longhorn": 41.23, "mamba": 42.13},
-    "pass-key at 2K/4K/8K": {"longhorn": (67.9, 52.1, 20.0), "mamba": (29.3, 16.4, 8.8)},
-    "number at 2K/4K/8K": {"longhorn": (70.7, 55.7, 35.6), "mamba": (18.6, 14.3, 4.1)},
-    "ImageNet top-1": {"longhorn": 81.63, "mamba": 81.08},
+    "Wikitext perplexity": {"longhorn": 43.06, "mamba": 42.17, "gated_deltanet": 39.58},
+    "LAMBADA perplexity": {"longhorn": 96.80, "mamba": 102.51, "gated_deltanet": 97.92},
+    "mean accuracy": {"longhorn": 41.23, "mamba": 42.13, "gated_deltanet": 41.32},
+    "pass-key at 2K/4K/8K": {
+        "longhorn": (67.9, 52.1, 20.0), "mamba": (29.3, 16.4, 8.8), "gated_deltanet": (61.4, 43.6, 25.7)},
+    "number at 2K/4K/8K": {
+        "longhorn": (70.7, 55.7, 35.6), "mamba": (18.6, 14.3, 4.1), "gated_deltanet": (69.3, 43.6, 27.1)},
+    "ImageNet top-1": {"longhorn": 81.63, "mamba": 81.08, "gated_deltanet": 79.92},
 }
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-016
-VERDICTS = ("holds", "mixed", "does not hold", "not run", "unfinished", "unreadable")
+VERDICTS = ("holds", "mixed", "does not hold", "unfinished", "unreadable", "not run")
 
 def compare_seeds(
     first: list[float],  # (seeds,) scores of the model said to be better
@@ -110,18 +115,21 @@ class Claim:
     module: str | None = None     # has run, figures and tables; None where the kit has no run yet
     check: Callable | None = None # record -> (ours, verdict)
     reads: str | None = None      # the claim whose record `check` reads, where not its own
+    timed: Callable | None = None # kernel record -> (ours, verdict)
     settled: Callable | None = None # () -> (ours, verdict), from published numbers
     minutes: dict = field(default_factory=dict) # scale -> expected minutes, on its `PLATFORM`
     by_name: tuple = ()           # scales at which it runs only when it is named
+    commands: dict = field(default_factory=dict) # scale -> what to type, where `reproduce` is not enough
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-022
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
+SCALES = ("laptop", "gpu", "paper")
 PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
 
 NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate",
     "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
-    "deltanet": "DeltaNet", "deit": "DeiT"}
+    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT"}
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-024
 def scores_text(
@@ -129,10 +137,15 @@ def scores_text(
     form: str = "{:.3f}",  # format of a mean
     reverse: bool = False, # True where the best is the largest
 ) -> str:
-    "The mean score of each model as text, best first."
-    means = {name: mean(_as_tuple(scores)) for name, scores in table.items()}
-    best_first = sorted(means, key=means.get, reverse=reverse)
-    return ", ".join(f"{NAMES.get(name, name)} {form.format(means[name])}" for name in best_first)
+    "The mean score of each model as text, best first, with its spread where there are seeds."
+    table = {name: _as_tuple(scores) for name, scores in table.items()}
+    best_first = sorted(table, key=lambda name: mean(table[name]), reverse=reverse)
+    return ", ".join(f"{NAMES.get(name, name)} {_spread(table[name], form)}" for name in best_first)
+
+def _spread(scores, form):
+    "Mean and, of several scores, standard deviation."
+    spread = f" ± {form.format(stdev(scores))}" if len(scores) > 1 else ""
+    return form.format(mean(scores)) + spread
 
 def _as_tuple(scores):
     "A score or several, as a tuple."
@@ -157,28 +170,159 @@ def judge_recall(
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-029
 ONE_SEED = 0.15 # bits a byte: the lead that counts where there is one seed
 
-def judge_language(
-    record: dict, # record of `longhorn_kit.lab.language`
-) -> tuple[str, str]:
-    "(held-out bits a byte of each model, verdict): Longhorn below Mamba and below attention."
-    bits = record["results"]["bits_per_byte"] # name -> (seeds,)
-    verdicts = [compare_seeds(bits["longhorn"], bits[other], one_seed=ONE_SEED)
-                for other in ("mamba", "attention")]
-    return scores_text(bits) + " bits a byte", all_of(verdicts)
+def common_seeds(
+    results: dict, # of a language record
+    first: str,
+    second: str,
+) -> tuple[list, list]: # bits a byte of both, seed by seed
+    "The held-out scores of two models for the seeds that both have; empty where there are none."
+    seeds = results.get("seeds", {}) # the small record has the same seeds for all and no list of them
+    tables = [dict(zip(seeds.get(name, range(len(bits))), bits))
+              for name in (first, second) for bits in [results["bits_per_byte"].get(name, [])]]
+    both = [seed for seed in tables[0] if seed in tables[1]]
+    return tuple([table[seed] for seed in both] for table in tables)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-031
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-030
+def judge_language(
+    record: dict, # record of `longhorn_kit.lab.language` or of its grid
+) -> tuple[str, str]:
+    "(held-out bits a byte of each model, verdict): Longhorn below Mamba, attention and, where it ran, GLA."
+    results = record["results"]
+    others = ["mamba", "attention"] + ["gla"] * ("gla" in results["bits_per_byte"])
+    verdicts = [compare_seeds(*common_seeds(results, "longhorn", other), one_seed=ONE_SEED) for other in others]
+    return scores_text(results["bits_per_byte"]) + " bits a byte", all_of(verdicts)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-032
+def judge_pair(
+    record: dict, # record of `longhorn_kit.lab.language` or of its grid
+    first: str,   # the model said to be better
+    second: str,
+) -> tuple[str, str] | None:
+    "(bits a byte of both, verdict); None where one of them did not run."
+    scores = common_seeds(record["results"], first, second)
+    if not scores[0]:
+        return None
+    text = scores_text(dict(zip((first, second), scores)), "{:.4f}")
+    return f"{text} bits a byte", compare_seeds(*scores, one_seed=ONE_SEED)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-034
+def tokens_at(
+    curve: dict,  # "tokens" and "all", held-out losses, both (points,)
+    level: float,
+) -> float | None:
+    "Tokens at which the curve first falls to a level, by straight lines between points; None if it never does."
+    before = None
+    for tokens, loss in zip(curve["tokens"], curve["all"]):
+        if loss <= level:
+            return tokens if before is None else (
+                before[0] + (tokens - before[0]) * (before[1] - level) / (before[1] - loss))
+        before = tokens, loss
+    return None
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
+def judge_efficiency(
+    record: dict, # record of `longhorn_kit.lab.language_grid`
+) -> tuple[str, str] | None:
+    "(how many times fewer tokens than Mamba, verdict): at least 1.8 for every seed."
+    runs = {(run["mixer"], run["seed"]): run for run in record["results"].get("runs", ()) if "held_out" in run}
+    factors = []
+    for (mixer, seed), run in runs.items():
+        if mixer == "longhorn" and (mamba := runs.get(("mamba", seed))):
+            needed = tokens_at(run["held_out"], mamba["held_out"]["all"][-1])
+            factors.append(mamba["held_out"]["tokens"][-1] / needed if needed else 0.0)
+    if not factors:
+        return None
+    told = ", ".join(f"{factor:.2f}" if factor else "never" for factor in factors)
+    return f"Mamba's tokens over Longhorn's, a value a seed: {told}", all_of(
+        ["holds" if factor >= 1.8 else "does not hold" for factor in factors])
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-038
+def judge_extrapolation(
+    record: dict, # record of `longhorn_kit.lab.extrapolation`
+) -> tuple[str, str]:
+    "(growth of every model's perplexity, verdict): diagonal Longhorn's at most 1 % for every text and seed."
+    growth = {} # mixer -> one for each text and seed
+    for model in record["results"]["models"]:
+        for found in model["text"].values():
+            nats = found["by_length"]["nats"]
+            growth.setdefault(model["mixer"], []).append(math.expm1(nats[-1] - nats[0]))
+    ours = scores_text({name: [100 * value for value in values] for name, values in growth.items()}, "{:.1f}")
+    verdicts = ["holds" if value <= 0.01 else "does not hold" for value in growth.get("longhorn", [])]
+    return (f"growth of perplexity at {record['settings']['multiples'][-1]} times the training context: {ours} %",
+            all_of(verdicts) if verdicts else "mixed")
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-040
 def judge_exact_cost(
     record: dict, # record of `longhorn_kit.lab.language`
-) -> tuple[str, str]:
-    "(training step of exact relative to diagonal, verdict): exact at least twice as slow."
+) -> tuple[str, str] | None:
+    "(training step of exact relative to diagonal, verdict): exact at least twice as slow; None where one did not run."
     speed = record["results"]["tokens_per_second"] # name -> training tokens a second
+    if not {"longhorn", "longhorn_exact"} <= set(speed):
+        return None
     ratio = speed["longhorn"] / speed["longhorn_exact"]
     ours = f"exact trains; a step takes {ratio:.2f} times a diagonal one"
     return ours, "holds" if ratio >= 2 else "does not hold"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-033
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-042
+SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}
+
+def kernel_times(
+    record: dict, # kernels/results/h200.json
+    form: str,    # "diagonal", "exact", "s6", ...
+    kernels: str, # "diagonal" and "exact" are the fast ones, "portable" the plain Triton ones
+) -> list[float]: # ms of forward plus backward, a value for each of `SHAPES`
+    "How long one pass through a scan takes and back."
+    found = {row["shape"]: row["forward_ms"] + row["backward_ms"] for row in record["rows"]
+             if row["section"] == "main" and (row["form"], row["kernels"]) == (form, kernels)}
+    return [found[shape] for shape in SHAPES]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-043
+def times_text(
+    first: list[float],  # ms, a value for each of `SHAPES`
+    second: list[float],
+) -> str:
+    "How many times the second's time the first takes."
+    return ", ".join(f"{a / b:.2f} at {shape}" for shape, a, b in zip(SHAPES.values(), first, second))
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
+def judge_exact_kernel(
+    record: dict, # kernels/results/h200.json
+) -> tuple[str, str]:
+    "(time of the exact kernels relative to the diagonal ones, verdict): at least twice as slow."
+    exact, diagonal = kernel_times(record, "exact", "exact"), kernel_times(record, "diagonal", "diagonal")
+    ours = f"exact to diagonal, forward and backward: {times_text(exact, diagonal)}"
+    return ours, all_of(["holds" if a >= 2 * b else "does not hold" for a, b in zip(exact, diagonal)])
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-047
+def _extension_times(record, name):
+    "ms of forward plus backward of a CUDA extension, a value for each of `SHAPES`."
+    return [sum(record["others_measured_before"][name][shape]) for shape in SHAPES]
+
+def _no_slower(first, second):
+    "At most 2 % slower at every shape."
+    return all_of(["holds" if a <= 1.02 * b else "does not hold" for a, b in zip(first, second)])
+
+def judge_kernel_time(
+    record: dict, # kernels/results/h200.json
+) -> tuple[str, str]:
+    "(the kit's diagonal kernel relative to its S6 kernel and to Mamba's, verdict): no slower than either."
+    kit, s6 = kernel_times(record, "diagonal", "diagonal"), kernel_times(record, "s6", "portable")
+    mamba = _extension_times(record, "mamba_cuda")
+    ours = f"ours to our S6 kernel: {times_text(kit, s6)}; to Mamba's CUDA kernel: {times_text(kit, mamba)}"
+    return ours, _no_slower(kit, [min(pair) for pair in zip(s6, mamba)])
+
+def judge_official_kernel(
+    record: dict, # kernels/results/h200.json
+) -> tuple[str, str]:
+    "(the official Longhorn kernel relative to Mamba's, verdict): no slower."
+    first, second = _extension_times(record, "official_longhorn_cuda"), _extension_times(record, "mamba_cuda")
+    ours = f"official to Mamba's, both CUDA, measured once before the workbench: {times_text(first, second)}"
+    return ours, _no_slower(first, second)
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 MQAR_ORDER = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn_exact", "longhorn"))
 SOLVED, LEARNT = 0.985, 1.5 # share of right answers; multiple of the guess level
+FOOTNOTES = {"holds": "", "does not hold": "", "mixed": " (within the spread)"}
 
 def compare_recall(
     first: dict,  # the model said to be better: accuracy (seeds,), pairs
@@ -196,7 +340,7 @@ def compare_recall(
         return lead, "one seed only"
     return lead, compare_seeds(a, b, lower_is_better=False)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-035
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-053
 def compare_mqar(
     record: dict, # record of `longhorn_kit.lab.mqar_grid`
 ) -> list[tuple]: # (first, second, cell of the first, mean lead, outcome)
@@ -209,22 +353,26 @@ def compare_mqar(
     return [(a, b, found[a], *compare_recall(found[a], found[b]))
             for _, found in sorted(places.items()) for a, b in MQAR_ORDER if a in found and b in found]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-036
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
 def judge_mqar(
     record: dict, # record of `longhorn_kit.lab.mqar_grid`
 ) -> tuple[str, str]:
-    "(at how many sizes each order was found, verdict on diagonal Longhorn above Mamba and above GLA)."
-    rows, texts, decided = compare_mqar(record), [], []
-    for a, b in MQAR_ORDER:
-        outcomes = [row[-1] for row in rows if row[:2] == (a, b)]
-        counts = {name: outcomes.count(name) for name in dict.fromkeys(outcomes)}
-        told = {"holds": "yes", "does not hold": "no", "mixed": "within the spread"}
-        parts = ", ".join(f"{told.get(name, name)} at {count}" for name, count in counts.items())
-        texts.append(f"{NAMES[a]} above {NAMES[b]}: {parts or 'not compared'}")
-        decided += [outcome for outcome in outcomes if outcome in told and a == "longhorn"]
-    return "; ".join(texts) + " (sizes and widths)", all_of(decided) if decided else "mixed"
+    "(what each order came to at every place, verdict on diagonal Longhorn above Mamba and above GLA)."
+    places = {}
+    for a, b, cell, lead, outcome in compare_mqar(record):
+        told = f"{NAMES[a]} - {NAMES[b]} {100 * lead:+.0f}{FOOTNOTES.get(outcome, f' ({outcome})')}"
+        places.setdefault(f"{cell['length']} tokens, width {cell['d_model']}", []).append((a, outcome, told))
+    texts = [f"{place}: " + ", ".join(told for _, _, told in rows) for place, rows in places.items()]
+    decided = [outcome for rows in places.values() for a, outcome, _ in rows
+               if a == "longhorn" and outcome in ("holds", "mixed", "does not hold")]
+    found, all_cells = record["results"]["cells"], record["results"].get("cells_of_grid", 0)
+    verdict = all_of(decided) if decided else "mixed"
+    if len(found) < all_cells: # the rule asks for every size, so that only a split is final
+        texts.insert(0, f"{len(found)} of {all_cells} cells of the grid")
+        verdict = verdict if len(set(decided)) > 1 else "unfinished"
+    return "leads in points; " + "; ".join(texts), verdict
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-038
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-056
 def judge_vision(
     record: dict, # record of `longhorn_kit.lab.vision_runs`
 ) -> tuple[str, str]:
@@ -234,7 +382,7 @@ def judge_vision(
     ours = f"{scores_text(percent, '{:.1f}', reverse=True)} % top 1 on {record['results']['data']}"
     return ours, compare_seeds(top1["longhorn"], top1["mamba"], lower_is_better=False)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-040
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
 CLAIMS = [
     Claim(
         name="recall",
@@ -249,20 +397,22 @@ CLAIMS = [
         statement="Trained on OpenWebText at 120M parameters, Longhorn has a lower validation loss "
                   "than Mamba, attention (LLaMA) and GLA.",
         published="Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381", source=THREAD,
-        holds_if="held-out loss of Longhorn below Mamba's and attention's at matched parameters; "
-                 "with one seed, by more than 0.15 bits a byte",
-        module="longhorn_kit.lab.language", check=judge_language, minutes={"laptop": 3}),
+        holds_if="held-out loss of Longhorn below Mamba's and attention's at matched parameters, and below "
+                 "GLA's where that ran; with one seed, by more than 0.15 bits a byte",
+        module="longhorn_kit.lab.language", check=judge_language,
+        minutes={"laptop": 3, "gpu": 260, "paper": 2500}, by_name=("gpu", "paper"),
+        commands={scale: f"LONGHORN_TEXT=FOLDER longhorn reproduce language --scale {scale}" for scale in SCALES[1:]}),
     Claim(
         name="exact-cost",
         statement="The exact form has no efficient implementation, and an attempt at one was "
                   "numerically unstable.",
         published="no number", source=THREAD,
         holds_if="a training step of the exact form takes at least twice as long as one of the "
-                 "diagonal form, or its training diverges",
-        check=judge_exact_cost, reads="language"),
+                 "diagonal form, or its training diverges; on a GPU, its kernels do at every shape",
+        check=judge_exact_cost, reads="language", timed=judge_exact_kernel),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-042
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-060
 CLAIMS += [
     Claim(
         name="language-350m",
@@ -273,22 +423,28 @@ CLAIMS += [
         name="scalar-rate",
         statement="One step size for each channel is better than one for all channels.",
         published="120M loss: vector 3.225, scalar 3.262", source=THREAD,
-        holds_if="held-out loss of the vector rate below the scalar rate's"),
+        holds_if="held-out loss of the vector rate below the scalar rate's, for every seed by more than the spread",
+        check=partial(judge_pair, first="longhorn", second="longhorn_scalar"), reads="language",
+        minutes={"gpu": 260, "paper": 2500}),
     Claim(
         name="input-dependent-a",
         statement="Making Mamba's A depend on the input does not help Mamba.",
         published="350M loss: Mamba 2.902, with input-dependent A 2.922", source=THREAD,
-        holds_if="held-out loss of Mamba below its variant's"),
+        holds_if="held-out loss of Mamba below its variant's, for every seed by more than the spread",
+        check=partial(judge_pair, first="mamba", second="mamba_input_a"), reads="language",
+        minutes={"gpu": 260, "paper": 2500}),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-044
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
 CLAIMS += [
     Claim(
         name="sample-efficiency",
         statement="At 1.3B parameters Longhorn needs 1.8 times fewer tokens than Mamba for the "
                   "same perplexity.",
         published="Mamba's result after 100B tokens is reached at about 55B", source=FIGURE,
-        holds_if="Longhorn passes Mamba's final perplexity within 1/1.8 of the tokens"),
+        holds_if="Longhorn falls to Mamba's last held-out loss within 1/1.8 of the tokens, for every seed; at "
+                 "the size and with the text of the language claim",
+        check=judge_efficiency, reads="language", minutes={"gpu": 260, "paper": 2500}),
     Claim(
         name="downstream",
         statement="At 1.3B parameters Longhorn has the lowest mean perplexity on eight downstream "
@@ -299,11 +455,15 @@ CLAIMS += [
         name="extrapolation",
         statement="Trained on 2K tokens, Longhorn keeps its perplexity up to 16 times that length.",
         published="8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)", source=FIGURE,
-        holds_if="perplexity at 16 times the training length at most 1 % above that at the "
-                 "training length"),
+        holds_if="perplexity at the longest context at most 1 % above that at the training context, for "
+                 "every text and seed",
+        module="longhorn_kit.lab.extrapolation", check=judge_extrapolation,
+        minutes={"laptop": 3, "gpu": 20}, by_name=("laptop", "gpu"),
+        commands={"gpu": "python -c \"from longhorn_kit.lab.extrapolation import run; run('gpu', "
+                         "'runs/extrapolation/gpu', checkpoints='runs/language/gpu', data='FOLDER')\""}),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-046
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-064
 CLAIMS += [
     Claim(
         name="recall-intensive",
@@ -333,10 +493,19 @@ CLAIMS += [
         name="kernel-time",
         statement="The Longhorn kernel is as fast as Mamba's.",
         published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated", source=THREAD,
-        holds_if="forward plus backward within 2 % of Mamba's kernel on the same GPU"),
+        holds_if="forward plus backward of the kit's diagonal kernel at most 2 % slower than the faster "
+                 "S6 kernel on the same kind of GPU, at every shape",
+        timed=judge_kernel_time),
+    Claim(
+        name="kernel-official",
+        statement="The official Longhorn kernel is as fast as Mamba's.",
+        published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated", source=THREAD,
+        holds_if="forward plus backward of the official CUDA kernel at most 2 % slower than that of "
+                 "Mamba's, at every shape",
+        timed=judge_official_kernel),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-048
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-066
 def parameters_saved(
     blocks: int = 24,    # the "12 layers" of the official code are 24 blocks
     d_inner: int = 1536, # channels of a block
@@ -345,7 +514,7 @@ def parameters_saved(
     "Numbers in Mamba's A matrices, which Longhorn does without."
     return blocks * d_inner * d_state
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-051
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-069
 def _gain_read_twice():
     "(the gain that the table gives, whether it is the one stated)."
     gain = recall_gain("read twice")
@@ -357,7 +526,7 @@ def _saving():
     saved = parameters_saved()
     return f"{saved / 1e6:.2f}M fewer of 129.15M", "holds" if saved > 0 else "does not hold"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-052
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-070
 CLAIMS += [
     Claim(
         name="read-twice",
@@ -373,7 +542,7 @@ CLAIMS += [
         settled=_saving),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-054
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-072
 def _elsewhere(
     *measures: str, # keys of `INDEPENDENT`
     lower_is_better: bool = False,
@@ -381,14 +550,16 @@ def _elsewhere(
     "(their numbers, whether Longhorn is ahead of Mamba in all of them)."
     texts, verdicts = [], []
     for measure in measures:
-        ours, mamba = (_as_tuple(INDEPENDENT[measure][model]) for model in ("longhorn", "mamba"))
-        show = lambda scores: "/".join(f"{score:g}" for score in scores)
-        texts.append(f"{measure}: Longhorn {show(ours)}, Mamba {show(mamba)}")
+        scores = {model: _as_tuple(found) for model, found in INDEPENDENT[measure].items()}
+        show = lambda model: "/".join(f"{score:g}" for score in scores[model])
+        texts.append(f"{measure}: Longhorn {show('longhorn')}, Mamba {show('mamba')}, "
+                     f"Gated DeltaNet {show('gated_deltanet')}")
+        ours, mamba = scores["longhorn"], scores["mamba"]
         ahead = [(a < b) if lower_is_better else (a > b) for a, b in zip(ours, mamba)]
         verdicts += ["holds" if each else "does not hold" for each in ahead]
     return "; ".join(texts), all_of(verdicts)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-055
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-073
 MUON = "arXiv 2606.30461, 170M, 10B tokens"
 CLAIMS += [
     Claim(
@@ -414,7 +585,7 @@ CLAIMS += [
         settled=partial(_elsewhere, "ImageNet top-1")),
 ]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-058
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-076
 def suggest(
     word: str,        # what was typed
     known: list[str], # what exists
@@ -423,7 +594,7 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-059
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-077
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
@@ -433,7 +604,7 @@ def find_claim(
             return claim
     raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-062
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-080
 def claim_module(
     claim: Claim,
 ) -> ModuleType | None: # with run, figures, tables and SCALES; None where the kit has no run
@@ -446,17 +617,18 @@ def runnable(
     "The claims that have a run at this scale, in the ledger's order."
     return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-065
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-083
 @dataclass(frozen=True)
 class Row:
     "One line of the ledger: a claim and one thing found about it."
     claim: Claim
-    verdict: str    # one of `VERDICTS`
-    ours: str = ""  # our number, or what is wrong with the record
-    scale: str = "" # "laptop", "gpu", "paper" or "published"
-    file: str = ""  # where the record lies
+    verdict: str      # one of `VERDICTS`
+    ours: str = ""    # our number, or what is wrong with the record
+    scale: str = ""   # "laptop", "gpu", "paper" or "published"; a variant's name in brackets
+    file: str = ""    # where the record lies
+    command: str = "" # what runs it again, or for the first time
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-067
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-085
 def load_record(
     path: Path, # a record.json
     name: str,  # the claim it should belong to
@@ -472,46 +644,78 @@ def load_record(
         raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-068
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-086
 def judge(
     claim: Claim,
     record: dict, # a record of `claim`, or of the claim it reads
-) -> tuple[str, str]: # (ours, verdict)
-    "What a record says about a claim; ValueError if the record lacks what the check needs."
+) -> tuple[str, str] | None: # (ours, verdict)
+    "What a record says about a claim; ValueError if it lacks what the check needs, None if the check needs nothing of it."
     try:
         return claim.check(record)
     except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
         lack = f"{type(error).__name__}: {error}"
         raise ValueError(f"lacks what the check of '{claim.name}' needs ({lack})") from None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-070
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-088
+def rerun_command(
+    name: str,   # the claim that the record belongs to
+    scale: str,
+    record: dict | None = None, # of a variant: a run with settings of its own
+) -> str:
+    "A shell command that repeats a run."
+    claim, command = find_claim(name), (record or {}).get("command", "")
+    if command.startswith("python -c run("):
+        call = command.removeprefix("python -c ")
+        return f"python -c 'from dataclasses import replace; from {claim.module} import *; {call}'"
+    return command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-090
 def _row_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
-    scale: str,
+    scale: str, # of a variant, with its name in brackets
     shown: str, # the path to print
 ) -> Row | None:
     "The ledger row of one record file; None where there is no trace of a run."
-    source, folder = claim.reads or claim.name, path.parent
+    source, folder, variant = claim.reads or claim.name, path.parent, "(" in scale
+    command = "" if variant else rerun_command(source, scale)
     if not path.exists():
         own = path.name == "record.json" and not claim.reads
         started = own and folder.is_dir() and any(folder.iterdir())
-        return Row(claim, "unfinished", "started, no record yet", scale, shown) if started else None
+        return Row(claim, "unfinished", "started, no record yet", scale, shown, command) if started else None
     try:
-        ours, verdict = judge(claim, load_record(path, source))
+        record = load_record(path, source)
+        found = judge(claim, record)
     except ValueError as error:
-        return Row(claim, "unreadable", f"{path.name} {error}", scale, shown)
-    return Row(claim, verdict, ours, scale, shown)
+        return Row(claim, "unreadable", f"{path.name} {error}", scale, shown, command)
+    if not found:
+        return None
+    ours, verdict = found
+    return Row(claim, verdict, ours, scale, shown, command or rerun_command(source, scale, record))
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-072
-SCALES = ("laptop", "gpu", "paper")
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-092
+def _variants(
+    folder: Path, # recorded runs of one claim
+    name: str,    # the claim
+) -> list[tuple[Path, str]]: # (file, its scale and name)
+    "Further records of a claim beside those of its scales."
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            scale = record["scale"] if record["claim"] == name and path.stem not in SCALES else None
+        except (OSError, ValueError, KeyError, TypeError):
+            scale = None # some other file
+        found += [(path, f"{scale} ({path.stem})")] if scale else []
+    return found
 
-def _rows_of_claim(
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-093
+def _rows_of_runs(
     claim: Claim,
     runs: Path,
     results: Path | None,
 ) -> list[Row]:
-    "Every row of one claim: fresh runs, recorded runs, published numbers, or one \"not run\"."
+    "Fresh runs, then recorded runs, of every scale; then recorded variants."
     source, files = claim.reads or claim.name, []
     for scale in SCALES:
         path = runs / source / scale / "record.json"
@@ -519,33 +723,82 @@ def _rows_of_claim(
     for scale in SCALES if results else ():
         path = results / source / f"{scale}.json"
         files.append((path, scale, f"nbs/lab/results/{source}/{scale}.json"))
-    rows = [_row_of_file(claim, *file) for file in files] if claim.check else []
+    for path, scale in _variants(results / source, source) if results else ():
+        files.append((path, scale, f"nbs/lab/results/{source}/{path.name}"))
+    return [row for file in files if (row := _row_of_file(claim, *file))]
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-095
+KERNELS = "kernels/results/h200.json"
+
+def _row_of_kernels(
+    claim: Claim,
+    results: Path | None, # nbs/lab/results of a checkout
+) -> Row | None:
+    "The row judged by the recorded kernel times; None where there are none."
+    path = results.resolve().parents[2] / KERNELS if results and len(results.resolve().parents) > 2 else None
+    if not claim.timed or not path or not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        ours, verdict = claim.timed(record)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Row(claim, "unreadable", f"{path.name} cannot be judged ({type(error).__name__})", "gpu", KERNELS)
+    return Row(claim, verdict, f"{record['gpu']}, {ours}", "gpu", KERNELS, record["command"])
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-097
+def _rows_of_claim(
+    claim: Claim,
+    runs: Path,
+    results: Path | None,
+) -> list[Row]:
+    "Every row of one claim; one \"not run\" if there is nothing else to say."
+    rows = _rows_of_runs(claim, runs, results) if claim.check else []
+    if row := _row_of_kernels(claim, results):
+        rows.append(row)
     if claim.settled:
         ours, verdict = claim.settled()
         rows.append(Row(claim, verdict, ours, "published"))
-    return [row for row in rows if row] or [Row(claim, "not run")]
+    there = {row.scale for row in rows}
+    for scale in claim.minutes if claim.check else ():
+        if scale not in there:
+            command = rerun_command(claim.reads or claim.name, scale)
+            rows.append(Row(claim, "not run", _cost(claim, scale), scale, "", command))
+    return rows or [Row(claim, "not run", "the kit has no run of it yet")]
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-073
+def _cost(claim, scale):
+    "How long a run is expected to take, in words."
+    minutes = claim.minutes[scale]
+    return f"about {f'{minutes / 60:.0f} h' if minutes >= 120 else f'{minutes:g} min'} on {PLATFORM[scale]}"
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-098
 def results_folder() -> Path | None:
     "Where recorded runs lie in a checkout; None when the kit is installed without its notebooks."
     folder = Path(longhorn_kit.__file__).resolve().parent.parent / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-075
-def _cells(
-    rows: list[Row],
-) -> list[tuple[str, str, str, str]]:
-    "(name, paper, found, verdict) of each row; a claim that has several rows is stated once."
-    cells, before = [], None
-    for row in rows:
-        claim, found = row.claim, f"{row.scale}: {row.ours}" if row.ours else ""
-        paper = f"{claim.statement}\n{claim.published} ({claim.source})"
-        name, paper = (claim.name, paper) if claim is not before else ("", "")
-        cells.append((name, paper, found, row.verdict))
-        before = claim
-    return cells
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-100
+def _paper(claim):
+    "What the paper says, and where the number stands."
+    return f"{claim.statement}\n{claim.published} ({claim.source})"
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-077
+def _found(row):
+    "What was found, at which scale."
+    return ": ".join(part for part in (row.scale, row.ours) if part)
+
+def _by_claim(rows):
+    "(claim, its rows), in order."
+    found = {}
+    for row in rows:
+        found.setdefault(row.claim.name, (row.claim, []))[1].append(row)
+    return list(found.values())
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-101
+def _wrap(text, width, first="", indent=None):
+    "The lines of a text that may already have several; paths and options are not broken at a hyphen."
+    indents = {"initial_indent": first, "subsequent_indent": first if indent is None else indent}
+    return [line for part in text.split("\n")
+            for line in textwrap.wrap(part, width, break_on_hyphens=False, **indents)]
+
 def _columns(
     cells: tuple[str, ...],   # one text a column
     widths: tuple[int, ...],  # characters a column
@@ -556,49 +809,75 @@ def _columns(
     padded = ("  ".join(f"{part:{width}}" for part, width in zip(line, widths)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
 
-def _wrap(text, width, **indent):
-    "The lines of a text that may already have several."
-    return [line for part in text.split("\n") for line in textwrap.wrap(part, width, **indent)]
-
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-078
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-103
 def _blocks(
     rows: list[Row],
     width: int, # characters a line
 ) -> str:
-    "One block of lines a row, for terminals too narrow for columns."
-    indent, lines = {"initial_indent": "  ", "subsequent_indent": "  "}, []
-    for name, paper, found, verdict in _cells(rows):
-        lines += ["", f"{name}: {verdict}"] if name else [f"  {verdict}"]
-        lines += _wrap(f"{paper}\n{found}", width, **indent)
+    "One block of lines a claim, for terminals too narrow for columns."
+    lines = []
+    for claim, found in _by_claim(rows):
+        lines += ["", claim.name, *_wrap(_paper(claim), width, "  ")]
+        for row in found:
+            lines += _wrap(f"[{row.verdict}] {_found(row)}", width, "  ", "    ")
+            lines += _wrap("\n".join(filter(None, (row.command, row.file))), width, "    ", "      ")
     return "\n".join(lines[1:])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-079
-def ledger_text(
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-104
+def _table(
     rows: list[Row],
-    width: int = 100, # characters a line; columns from 84 on, and never wider than 100
+    width: int, # characters a line
 ) -> str:
-    "The ledger as an aligned table; as one block a claim where four columns would be too narrow."
-    if width < 84:
-        return _blocks(rows, max(width, 36))
-    widths = (17, min(width, 100) - 58, 22, 13)
-    head = _columns(("CLAIM", "WHAT THE PAPER SAYS", "WHAT WAS FOUND", "VERDICT"), widths)
-    lines = [head, "-" * (sum(widths) + 6)]
-    for i, cells in enumerate(_cells(rows)):
-        lines += [""] * bool(i and cells[0]) + [_columns(cells, widths)]
+    "Four aligned columns; a claim that has several rows is stated once."
+    widths = (20, 34, width - 73, 13)
+    lines = [_columns(("CLAIM", "WHAT THE PAPER SAYS", "WHAT WAS FOUND", "VERDICT"), widths), "-" * width]
+    for claim, found in _by_claim(rows):
+        told = ["\n".join(filter(None, (_found(row), row.command, row.file))) for row in found]
+        lines += [""] * bool(lines[2:]) + [_columns((claim.name, _paper(claim), told[0], found[0].verdict), widths)]
+        lines += [_columns(("", "", text, row.verdict), widths) for text, row in zip(told[1:], found[1:])]
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-081
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-106
+def ledger_summary(
+    rows: list[Row],
+) -> str:
+    "How many claims there are and how many findings of each kind."
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
+    parts = ", ".join(f"{count} × {verdict}" for verdict, count in counts.items() if count)
+    return f"{len(_by_claim(rows))} claims, {len(rows)} rows: {parts}"
+
+def ledger_text(
+    rows: list[Row],
+    width: int = 110, # characters a line; columns from 108 on, and never wider than 130
+) -> str:
+    "The ledger as an aligned table; as one block a claim where four columns would be too narrow."
+    wide = min(width, 130)
+    body = _table(rows, wide) if wide >= 108 else _blocks(rows, max(wide, 36))
+    return "\n".join([body, "", *_wrap(ledger_summary(rows), max(wide, 36))])
+
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-108
 def ledger_markdown(
     rows: list[Row],
 ) -> str:
     "The ledger as a Markdown table."
     lines = ["| claim | what the paper says | what was found | verdict |", "|---|---|---|---|"]
-    for cells in _cells(rows):
-        safe = (cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells)
-        lines.append(f"| {' | '.join(safe)} |")
+    for claim, found in _by_claim(rows):
+        for i, row in enumerate(found):
+            code = f"\n`{row.command}`" if row.command else ""
+            cells = ("" if i else claim.name, "" if i else _paper(claim), _found(row) + code, row.verdict)
+            safe = (cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+            lines.append(f"| {' | '.join(safe)} |")
     return "\n".join(lines)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-082
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-109
+def _found_html(
+    row: Row,
+) -> str:
+    "A finding with its command and the path of its record."
+    code = f"<br><code>{escape(row.command)}</code>" if row.command else ""
+    file = f"<br><small>{escape(row.file)}</small>" if row.file else ""
+    return escape(_found(row)) + code + file
+
 def ledger_html(
     rows: list[Row],
 ) -> str:
@@ -606,24 +885,26 @@ def ledger_html(
     left = lambda tag, cell: f'<{tag} style="text-align:left">{cell}</{tag}>'
     head = map(partial(left, "th"), ("claim", "what the paper says", "what was found", "verdict"))
     lines = ['<table class="ledger">', f"<tr>{''.join(head)}</tr>"]
-    for name, paper, found, verdict in _cells(rows):
-        name = f"<code>{escape(name)}</code>" if name else ""
-        mark = f'<span class="verdict {verdict.replace(" ", "-")}">{escape(verdict)}</span>'
-        cells = (name, escape(paper).replace("\n", "<br>"), escape(found), mark)
-        lines.append(f"<tr>{''.join(map(partial(left, 'td'), cells))}</tr>")
+    for claim, found in _by_claim(rows):
+        for i, row in enumerate(found):
+            name, paper = (f"<code>{claim.name}</code>", escape(_paper(claim)).replace("\n", "<br>")) if not i else ("", "")
+            mark = f'<span class="verdict {row.verdict.replace(" ", "-")}">{escape(row.verdict)}</span>'
+            lines.append(f"<tr>{''.join(map(partial(left, 'td'), (name, paper, _found_html(row), mark)))}</tr>")
     return "\n".join([*lines, "</table>"])
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-084
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-111
 class Ledger(list):
     "Rows of the ledger that show themselves: a table in a terminal, HTML in a notebook."
 
     def __str__(self):
         return ledger_text(self)
 
+    __repr__ = __str__
+
     def _repr_html_(self):
         return ledger_html(self)
 
-# %% ../../nbs/lab/39_claims.ipynb #39_claims-085
+# %% ../../nbs/lab/39_claims.ipynb #39_claims-112
 def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
     results: str | Path | None = None, # folder of recorded runs; None: those of the checkout

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
-from .claims import CLAIMS, Claim, Ledger, Row, claim_module, find_claim, judge
+from .claims import CLAIMS, Ledger, Row, claim_module, find_claim, judge
 from .records import atomic_file
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-006
@@ -139,8 +139,8 @@ def rows_of(
     rows = []
     for claim in CLAIMS:
         if claim.check and (claim.reads or claim.name) == record["claim"]:
-            ours, verdict = judge(claim, record)
-            rows.append(Row(claim, verdict, ours, record["scale"]))
+            if found := judge(claim, record): # a record may say nothing of a claim that reads it
+                rows.append(Row(claim, found[1], found[0], record["scale"]))
     return rows
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-028

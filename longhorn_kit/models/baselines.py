@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .mixer import Mixer, ScanMixer, check_size, register_mixer
 from ..scan.op import selective_scan, selective_step
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-007
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
 def time_step_bias(
     size: int, # number of biases
 ) -> Tensor:   # (size,)
@@ -24,7 +24,7 @@ def time_step_bias(
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return dt + torch.log(-torch.expm1(-dt)) # the inverse of softplus
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-008
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-011
 @register_mixer("mamba")
 class Mamba(ScanMixer):
     "Mamba's layer (S6), (B,T,d_model) -> (B,T,d_model). Source: Gu and Dao, arXiv 2312.00752."
@@ -50,7 +50,7 @@ class Mamba(ScanMixer):
         dt_t, A = F.linear(low_t, self.dt_proj.weight), -torch.exp(self.A_log.float())
         return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-019
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
 @register_mixer("mamba_input_a")
 class MambaInputA(ScanMixer):
     "Mamba with a decay vector from every token in place of the matrix A. Source: the ablation of arXiv 2407.14207."
@@ -82,7 +82,7 @@ class MambaInputA(ScanMixer):
         dt_t, A_t = F.linear(low_t, self.dt_proj.weight), self.rates(x_t)[:, None]
         return selective_step(q_t, k_t, x_t, dt_t, A_t, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-025
 def rotate(
     x: Tensor,           # (B,H,T,P) queries or keys
     start,               # position of the first token: a number, or (B,) one a sequence
@@ -97,7 +97,7 @@ def rotate(
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-025
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-028
 def mask_options(
     steps: int,   # new tokens
     past: int,    # cached tokens
@@ -109,13 +109,13 @@ def mask_options(
     mask = torch.ones(steps, past + steps, dtype=torch.bool, device=device)
     return {"attn_mask": mask.tril(past)}
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-028
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-031
 class AttentionCache(NamedTuple):
     "Keys and values of every token so far; it grows by one column a token."
     k: Tensor # (B,H,T,P) rotated keys
     v: Tensor # (B,H,T,P) values
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-029
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-032
 def default_heads(
     d_model: int, # width of the residual stream
 ) -> int:         # number of heads
@@ -125,7 +125,7 @@ def default_heads(
         raise ValueError(f"d_model is {d_model}; rotary positions need an even size")
     return d_model // min(sizes, key=lambda size: abs(math.log(size / 64)))
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-030
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-033
 @register_mixer("attention")
 class Attention(Mixer):
     "Causal attention with rotary positions, (B,T,d_model) -> (B,T,d_model)."

@@ -20,14 +20,14 @@ from .mixer import Mixer, causal_conv, check_size, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-006
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
 class MatrixCache(NamedTuple):
     "All that a layer with a matrix state remembers between tokens."
     past: Tensor     # (B,C,W) inputs that the convolution or the token shift still needs
     S: Tensor        # (B,H,P,N) a matrix a head, in float32 (float64 for a float64 layer)
     position: Tensor # (B,) tokens read
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008
 class MatrixMixer(Mixer):
     "A layer with a matrix state: subclasses give `inputs` (what fades, what is written) and `read_out`."
 
@@ -64,7 +64,7 @@ class MatrixMixer(Mixer):
         y = self.out_proj(self.read_out(y[:, None], gate))[:, 0]
         return y, MatrixCache(past, S, cache.position + 1)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-009
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-010
 def head_sizes(
     d_model: int,        # width of the residual stream
     n_heads: int | None, # H; None: as many as give keys of about `near`
@@ -78,7 +78,7 @@ def head_sizes(
     check_size("n_heads", n_heads)
     return n_heads, max(1, round(key * d_model / n_heads)), max(1, round(value * d_model / n_heads))
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-010
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-011
 def check_positive(
     name: str, # the argument's name
     value,     # what was passed
@@ -87,14 +87,14 @@ def check_positive(
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{name} is {value!r}; expected a number above 0")
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-012
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-013
 def wide(
     t: Tensor, # any floating-point tensor
 ) -> Tensor:
     "`t` in float32, or as it is if that is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-013
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-014
 def head_norm(
     y: Tensor,                    # (...,P) read-outs
     weight: Tensor | None = None, # (P,)
@@ -104,7 +104,7 @@ def head_norm(
     normed = F.rms_norm(wide(y), y.shape[-1:], eps=eps)
     return (normed if weight is None else normed * weight).to(y.dtype)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-017
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
 @torch.no_grad()
 def start_small(
     weight: Tensor, # (out,in) several projections on top of each other
@@ -114,7 +114,7 @@ def start_small(
     for part in weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-019
 @register_mixer("retnet")
 class RetNet(MatrixMixer):
     "Retention: a fixed decay a head and rotary positions. Source: Sun et al., arXiv 2307.08621."
@@ -144,7 +144,7 @@ class RetNet(MatrixMixer):
     def read_out(self, y, g):
         return head_norm(y).flatten(2) * F.silu(g)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-021
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-022
 @register_mixer("gla")
 class GLA(MatrixMixer):
     "Gated linear attention: a decay a key coordinate, from the token. Source: Yang et al., arXiv 2312.06635."
@@ -175,7 +175,7 @@ class GLA(MatrixMixer):
     def read_out(self, y, g):
         return head_norm(y, self.norm_weight).flatten(2) * F.silu(g)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-024
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-025
 @register_mixer("hgrn2")
 class HGRN2(MatrixMixer):
     "Keys that are one minus the decay. Source: Qin et al., arXiv 2404.07904."
@@ -203,7 +203,7 @@ class HGRN2(MatrixMixer):
     def read_out(self, y, gate):
         return head_norm(y.flatten(2), self.norm_weight)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-027
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-028
 def rising(
     size: int,       # how many
     *powers: float,  # one row each
@@ -212,7 +212,7 @@ def rising(
     share = torch.arange(size) / size
     return 1 - share ** torch.tensor(powers)[:, None]
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-028
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029
 class TokenShift(MatrixMixer):
     "What RWKV's layers share: mixtures with the token before, projections, and a norm with a bias."
 
@@ -240,7 +240,7 @@ class TokenShift(MatrixMixer):
         rows = y.flatten(0, 1).flatten(1).to(self.norm.weight.dtype)
         return self.norm(rows).unflatten(0, y.shape[:2]).to(y.dtype) * F.silu(g)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-030
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-031
 def slow_to_fast(
     size: int, # how many
 ) -> tuple:    # places from 0 to 1 (size,) and logarithms of decay rates (size,)
@@ -248,7 +248,7 @@ def slow_to_fast(
     place = torch.arange(size) / max(1, size - 1)
     return place, -6 + 5 * place**1.35
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-031
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-032
 @register_mixer("rwkv5")
 class RWKV5(TokenShift):
     """RWKV-5 with one learnt decay and bonus a head, as in the official Longhorn repository.
@@ -271,7 +271,7 @@ class RWKV5(TokenShift):
         bonus = self.bonus[:, None].expand(-1, self.d_key)
         return scan | dict(log_decay=decay, bonus=bonus), g, past
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-033
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-034
 @register_mixer("rwkv6")
 class RWKV6(TokenShift):
     "RWKV-6: decays and mixtures depend on the token. Source: Peng et al., arXiv 2404.05892."
@@ -306,7 +306,7 @@ class RWKV6(TokenShift):
         scan, g = self.project(*kvrg)
         return scan | dict(log_decay=self.heads(decay), bonus=self.bonus), g, past
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-038
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-039
 class ConvMixer(MatrixMixer):
     "A matrix mixer whose queries, keys and values pass a short causal convolution with SiLU."
 
@@ -326,14 +326,14 @@ class ConvMixer(MatrixMixer):
         q, k, x = map(self.heads, t.split([self.keys, self.keys, self.values], -1))
         return unit(q) * self.d_key**-0.5, unit(k), x, past
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-040
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-041
 def unit(
     t: Tensor, # (...,N)
 ) -> Tensor:   # (...,N)
     "Vectors of length one."
     return F.normalize(wide(t), dim=-1, eps=1e-6).to(t.dtype)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-042
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-043
 @register_mixer("mamba2")
 class Mamba2(ConvMixer):
     "Mamba-2 (SSD): one decay a head, keys and queries shared by all. Source: Dao and Gu, arXiv 2405.21060."
@@ -372,7 +372,7 @@ class Mamba2(ConvMixer):
         y = (y + self.D_skip[:, None] * x).flatten(2)
         return head_norm(y * F.silu(z), self.norm_weight)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-046
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-047
 @register_mixer("deltanet")
 class DeltaNet(ConvMixer):
     "The delta rule with keys of length one. Sources: Schlag et al., 2102.11174; Yang et al., 2406.06484 (arXiv)."
@@ -395,7 +395,7 @@ class DeltaNet(ConvMixer):
     def read_out(self, y, gate):
         return head_norm(y, self.norm_weight).flatten(2)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-049
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-050
 @register_mixer("gated_deltanet")
 class GatedDeltaNet(ConvMixer):
     "The delta rule from a faded state, and an output gate. Source: Yang et al., arXiv 2412.06464."
@@ -423,7 +423,7 @@ class GatedDeltaNet(ConvMixer):
     def read_out(self, y, g):
         return head_norm(y, self.norm_weight).flatten(2) * F.silu(g)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-059
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-060
 def scan_backend(
     mixer: nn.Module,                 # a layer from `MIXERS`
     dtype: torch.dtype | None = None, # of the activations; None: autocast's, or that of the weights

@@ -21,10 +21,10 @@ from ..scan.op import FORMS, longhorn_scan, longhorn_step
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-021
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-022
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-025
 def register_mixer(
     name: str, # name under which `build_mixer` and `LMConfig` find the class
     **fixed,   # options that belong to the name and cannot be changed
@@ -38,7 +38,7 @@ def register_mixer(
         return cls
     return register
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-027
 def mixer_options(
     name: str, # a key of `MIXERS`
 ) -> list:     # names of the options that `build_mixer` takes for it
@@ -49,7 +49,7 @@ def mixer_options(
     return [option for option in inspect.signature(MIXERS[name]).parameters
             if option != "d_model" and option not in fixed]
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-025
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-028
 def build_mixer(
     name: str,    # a key of `MIXERS`
     d_model: int, # width of the residual stream
@@ -64,7 +64,7 @@ def build_mixer(
             raise ValueError(f"mixer {name!r} has no option {option!r}; its options: {listed}")
     return MIXERS[name](d_model, **options)
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-026
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
 def check_size(
     name: str, # the argument's name
     value,     # what was passed
@@ -73,7 +73,7 @@ def check_size(
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-028
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
     "What every mixer offers: `forward` to train, `prefill` and `step` to decode, `empty_cache` to begin."
 
@@ -105,7 +105,7 @@ class Mixer(nn.Module, ABC):
         y, cache = self.run(check_stream(x_t, 2, self.d_model)[:, None], cache, True)
         return y[:, 0], cache
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
 def check_stream(
     x: Tensor,    # what a mixer was given
     dims: int,    # 3 for a sequence, 2 for one token
@@ -117,7 +117,7 @@ def check_stream(
         raise ValueError(f"x has shape {tuple(x.shape)}; expected {shape}{d_model})")
     return x
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-034
 def causal_conv(
     x: Tensor,           # (B,T,D) inputs
     weight: Tensor,      # (D,1,W) one filter a channel; the last tap meets the newest input
@@ -127,13 +127,13 @@ def causal_conv(
     "Causal depthwise convolution with SiLU, and what the next call needs to go on."
     return causal_conv1d(x, weight, bias, initial_state=past, output_final_state=True)
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-034
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
     "All that a scan layer remembers between tokens."
     conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
     S: Tensor    # (B,d_inner,d_state) the state, in float32 (float64 for a float64 layer)
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-035
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
     "The projections around a scan, equations (1) to (3) and (6), and the empty cache."
 
@@ -173,7 +173,7 @@ class ScanProjections(Mixer):
         return ScanCache(torch.zeros(*rows, self.d_conv - 1, device=device, dtype=dtype),
                          torch.zeros(*rows, self.d_state, device=device, dtype=wide))
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses give `scan` and `scan_step`."
 
@@ -190,7 +190,7 @@ class ScanMixer(ScanProjections):
         y, S = self.scan_step(*inputs, cache.S, **({"inplace": True} if inplace else {}))
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-039
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-042
 class StepSize(nn.Linear):
     "Logits (..,d_inner) of step sizes from (..,rank), or (..,1) for the scalar rate, and the bias to add."
 
@@ -205,7 +205,7 @@ class StepSize(nn.Linear):
             return super().forward(low), None
         return F.linear(low, self.weight), self.bias
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-041
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
 @register_mixer("longhorn_scalar", rate="scalar")
 @register_mixer("longhorn_decoupled", form="decoupled")
 @register_mixer("longhorn_exact", form="exact")

@@ -31,7 +31,7 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-008
+# %% ../../nbs/models/23_vision.ipynb #23_vision-009
 SCANS = ("longhorn", "longhorn_exact", "mamba")
 
 @register_notrace_function
@@ -54,7 +54,7 @@ def vision_scan(
     form = "exact" if scan == "longhorn_exact" else "diagonal"
     return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-009
+# %% ../../nbs/models/23_vision.ipynb #23_vision-010
 @register_notrace_function
 @torch.jit.ignore
 def vision_conv(
@@ -66,7 +66,7 @@ def vision_conv(
     plain = torch.compiler.is_exporting()
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-010
+# %% ../../nbs/models/23_vision.ipynb #23_vision-011
 @torch.library.custom_op("longhorn_kit::vision_scan", mutates_args=())
 def _opaque_scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor, D_skip: Tensor,
                  A_log: Tensor | None, scan: str) -> Tensor:
@@ -76,7 +76,7 @@ def _opaque_scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor, D_s
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-011
+# %% ../../nbs/models/23_vision.ipynb #23_vision-012
 class Direction(nn.Module):
     "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
@@ -119,7 +119,7 @@ class Direction(nn.Module):
         else:
             return vision_scan(q, k, x, b, bias, skip, A_log, scan)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-013
+# %% ../../nbs/models/23_vision.ipynb #23_vision-014
 class TwoWayMixer(nn.Module):
     "A block's mixer, equation (2): (B,T,d_model) -> (B,T,d_model), every token seeing all others."
 
@@ -144,7 +144,7 @@ class TwoWayMixer(nn.Module):
         y = self.ahead(u) + self.back(u.flip(1)).flip(1)
         return self.out_proj(0.5 * y * F.silu(z))
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-019
+# %% ../../nbs/models/23_vision.ipynb #23_vision-020
 class VimBlock(nn.Module):
     "Pre-norm residual block: (B,T,d_model) -> (B,T,d_model)."
 
@@ -161,7 +161,7 @@ class VimBlock(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         return h + self.drop_path(self.mixer(self.norm(h)))
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-021
+# %% ../../nbs/models/23_vision.ipynb #23_vision-022
 def put_middle(
     x: Tensor, # (B,1+L,C), class token first
 ) -> Tensor:   # (B,1+L,C)
@@ -176,7 +176,7 @@ def put_first(
     middle = (x.shape[1] - 1) // 2
     return torch.cat([x[:, middle:middle + 1], x[:, :middle], x[:, middle + 1:]], 1)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-030
+# %% ../../nbs/models/23_vision.ipynb #23_vision-031
 class VisionBase(nn.Module):
     "Patches, positions and the class token of a Vim, and its weights at first."
 
@@ -231,7 +231,7 @@ class VisionBase(nn.Module):
         "(B,1+L,C) in the order of the scans -> class token first."
         return x if self.cls_token is None else put_first(x)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-032
+# %% ../../nbs/models/23_vision.ipynb #23_vision-033
 POOLS = ("", "token", "avg", "avgmax", "max")
 
 class VisionTools(VisionBase):
@@ -291,7 +291,7 @@ class VisionTools(VisionBase):
             self.reset_classifier(0, "")
         return keep
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-034
+# %% ../../nbs/models/23_vision.ipynb #23_vision-035
 class VisionLonghorn(VisionTools):
     "A Vision Mamba with the scan of your choice: (B,in_chans,H,W) -> (B,num_classes)."
     dynamic_img_size: torch.jit.Final[bool]
@@ -390,7 +390,7 @@ class VisionLonghorn(VisionTools):
             kept = list(zip(kept, prefix))
         return kept if final is None else (final, kept)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-036
+# %% ../../nbs/models/23_vision.ipynb #23_vision-037
 SIZES = {
     "tiny_patch16_224": dict(embed_dim=192, depth=24),
     "small_patch16_224": dict(embed_dim=384, depth=24),
@@ -412,7 +412,7 @@ default_cfgs = generate_default_cfgs({
         **INPUTS[size.split("_")[-1]])
     for scan in SCANS for size in SIZES})
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-037
+# %% ../../nbs/models/23_vision.ipynb #23_vision-038
 def checkpoint_filter_fn(
     state_dict, # a checkpoint: weights, or a dict that holds them
     model,      # that will load them
@@ -425,7 +425,7 @@ def checkpoint_filter_fn(
             pos, new_size=list(model.patch_embed.grid_size), num_prefix_tokens=model.num_prefix_tokens))
     return state_dict
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-038
+# %% ../../nbs/models/23_vision.ipynb #23_vision-039
 def create_vim(
     name: str,         # a registered name
     pretrained=False,  # load weights from `pretrained_cfg_overlay=dict(file=...)`
@@ -444,7 +444,7 @@ def create_vim(
         VisionLonghorn, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=indices, feature_cls="getter"), **options)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-039
+# %% ../../nbs/models/23_vision.ipynb #23_vision-040
 def register_vim(
     name: str, # under which timm will know the model
 ):
@@ -458,7 +458,7 @@ def register_vim(
 for _name in default_cfgs:
     globals()[_name] = register_vim(_name)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-044
+# %% ../../nbs/models/23_vision.ipynb #23_vision-045
 def _module_adds(module, inputs):
     "Multiply-adds of one module for one image, without those of its children."
     tokens = inputs[0].shape[1] if inputs[0].dim() == 3 else 1

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from .closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-007
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-017
 def transition_matrix(
     step: Callable,     # update `step(S, k, x, beta) -> S`
     k: Tensor,          # (...,N) key
@@ -25,7 +25,7 @@ def transition_matrix(
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape, k.shape[-1])
     return step(identity, k, torch.zeros_like(k), torch.full_like(k[..., :1], beta))
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-012
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-022
 def transition_eigenvalues(
     step: Callable,     # update `step(S, k, x, beta) -> S`
     k: Tensor,          # (...,N) key
@@ -34,7 +34,7 @@ def transition_eigenvalues(
     "Eigenvalues of the step's transition (symmetric for every step of this module)."
     return torch.linalg.eigvalsh(transition_matrix(step, k, beta))
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-020
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-030
 def run_stream(
     step: Callable,       # update `step(S, k, x, beta) -> S`
     keys: Tensor,         # (...,T,N) keys, in the order of writing
@@ -51,7 +51,7 @@ def run_stream(
         states.append(step(states[-1], keys[..., t, :], values[..., t, :], beta[..., t, :]))
     return torch.stack(states, dim=-3)
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-032
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-042
 def recall_matrix(
     step: Callable,    # update `step(S, k, x, beta) -> S`
     keys: Tensor,      # (...,P,N) keys, in the order of writing
@@ -66,7 +66,7 @@ def recall_matrix(
         S = step(S, keys[..., t, :], values[t], torch.full_like(keys[..., 0, :1], beta))
     return keys @ S.mT
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-037
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-047
 def linear_attention_step(
     S: Tensor,    # (...,D,N) state
     k: Tensor,    # (...,N) key
@@ -76,7 +76,7 @@ def linear_attention_step(
     "The state with the pair added, `S + beta x k^T`; nothing is ever erased."
     return S + (beta * x)[..., None] * k[..., None, :]
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-038
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-048
 class Learner(NamedTuple):
     "An update and whether it wants keys of length one."
     step: Callable    # update `step(S, k, x, beta) -> S`
@@ -86,14 +86,14 @@ class Learner(NamedTuple):
         "The keys (...,N) as this learner writes and reads them."
         return normalize(keys, dim=-1) if self.unit_keys else keys
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-039
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-049
 LEARNERS = {
     "longhorn_exact": Learner(exact_step, False), "longhorn": Learner(diagonal_step, False),
     "longhorn_decoupled": Learner(decoupled_step, False),
     "deltanet": Learner(explicit_step, True), "linear_attention": Learner(linear_attention_step, True),
 }
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-040
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-050
 def correlated_keys(
     cosine: float | Tensor, # cosine between the two keys: a number, or (draws,)
     draws: int,             # how many pairs of keys
@@ -106,7 +106,7 @@ def correlated_keys(
     cosine = torch.as_tensor(cosine, dtype=a.dtype).expand(draws)[:, None]
     return state_size**0.5 * torch.stack([a, cosine * a + (1 - cosine**2).sqrt() * b], dim=1)
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-046
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-065
 def recall_error(
     matrices: Tensor,            # (...,P,P) recall matrices, see `recall_matrix`
     scale: float | Tensor = 1.0, # factor on the read-out
@@ -116,14 +116,14 @@ def recall_error(
     identity = torch.eye(pairs, dtype=matrices.dtype, device=matrices.device)
     return (scale * matrices - identity).square().sum((-2, -1)) / pairs
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-047
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-066
 def best_scale(
     matrices: Tensor, # (draws,P,P) recall matrices, see `recall_matrix`
 ) -> Tensor:          # () factor
     "The one factor on the read-out that makes the mean of `recall_error` over all draws smallest."
     return matrices.diagonal(dim1=-2, dim2=-1).sum() / matrices.square().sum()
 
-# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-048
+# %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-067
 def random_keys(
     draws: int,      # how many lists of keys
     pairs: int,      # P

@@ -52,7 +52,7 @@ def symbol_table() -> str: # Markdown
         rows.append(f"| `{s.name}` | ${s.formula}$ | {shape} | {s.meaning} | {paper} | {official} |")
     return "\n".join(rows)
 
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-022
+# %% ../../nbs/theory/00_notation.ipynb #00_notation-024
 def shape_of(
     name: str,   # a key of `SYMBOLS`
     **sizes: int, # B, T, D, N as needed
@@ -61,7 +61,7 @@ def shape_of(
     shape = SYMBOLS[name].shape
     return tuple(sizes[size] for size in shape.split(",")) if shape else ()
 
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-031
+# %% ../../nbs/theory/00_notation.ipynb #00_notation-033
 def swap_layout(
     t: Tensor, # (B,T,C) ours, or (B,C,L) official
 ) -> Tensor:   # (B,C,L) or (B,T,C)
@@ -69,7 +69,7 @@ def swap_layout(
     if t.dim() != 3: raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()
 
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-034
+# %% ../../nbs/theory/00_notation.ipynb #00_notation-036
 def _expect(**given):
     "ValueError if a shape is not the expected one; `given` is name=(tensor or None, shape, reason)."
     for name, (t, shape, reason) in given.items():
@@ -77,7 +77,7 @@ def _expect(**given):
             got, want = tuple(t.shape), tuple(shape)
             raise ValueError(f"{name} has shape {got}; expected {want} to match {reason}")
 
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-036
+# %% ../../nbs/theory/00_notation.ipynb #00_notation-038
 def to_official(
     q: Tensor,                   # (B,T,N) queries
     k: Tensor,                   # (B,T,N) keys
@@ -98,7 +98,7 @@ def to_official(
     return dict(u=swap_layout(x), q=swap_layout(q), k=swap_layout(k),
                 dt=swap_layout(b.expand(B, T, D)), D=D_skip, t_bias=b_bias, z=None if z is None else swap_layout(z))
 
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-037
+# %% ../../nbs/theory/00_notation.ipynb #00_notation-039
 def from_official(
     u: Tensor,                   # (B,D,L) values
     q: Tensor,                   # (B,N,L) queries

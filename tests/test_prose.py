@@ -1,0 +1,261 @@
+"""No number without a source: what the book's prose states as measured is printed by the page, recorded, or published.
+
+A *stated number* is one with a unit of measurement (ms, %, times, bits a byte, ...) and at least two digits, or any
+decimal of three digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
+powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must be found, to the
+digits that it is stated with, in one of these places:
+
+1. the page itself: its committed outputs, or a constant of its code;
+2. for the pages on kernels, the models, the README and the index: a field of `kernels/results` that is measured in that
+   unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
+3. the published numbers of `longhorn_kit.lab.claims`; for README and index also the ledger as it prints.
+
+Best is to print the number in the cell above it. What remains stands below: in `DERIVED` with the formula that gives it
+from a record, which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
+"""
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from longhorn_kit.lab import claims
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "nbs/index.ipynb", # tests/test_bench.py checks kernels/README.md
+         *sorted(str(path.relative_to(ROOT)) for part in ("scan", "models", "lab") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
+
+NUMBER = r"(?<![\w.,/^−-])([+−-]?\d+(?:,\d{3})*(?:\.\d+)?)"
+SPACE = r"[\s\u00a0\u202f$]*"
+UNITS = { # unit as written -> (factors from a printed or recorded value, fields of a record that are in this unit)
+    r"%|per cent": ((1, 100), r"share|percent"), r"points": ((1, 100), "-"),
+    r"ms|milliseconds": ((1,), r"_ms$|^S\d$"), r"µs|us|microseconds": ((1, 1e3), r"_us$"), r"seconds|s": ((1, 1e-3), r"seconds"),
+    r"KiB": ((1, 1 / 1024), r"bytes"), r"kB": ((1, 1e-3), r"bytes"), r"MiB": ((1, 2**-20), r"bytes"),
+    r"MB": ((1, 1e-6), r"bytes"), r"GiB": ((1, 2**-30), r"bytes"), r"GB": ((1, 1e-9), r"bytes"), r"TB/s": ((1, 1e-12), r"^bytes$"),
+    r"W|watts": ((1,), r"watts"), r"nats|bits a byte|tokens/s|tokens a second|images a second": ((1,), "-"),
+    r"times|×(?!\s*[\d$])": ((1,), r"_over_")}
+BARE = ((1, 100), r"_ms$|_us$|^S\d$|_over_|share|per_x|error") # a number without a unit, of a table for example
+UNIT = "|".join(UNITS)
+LIST = re.compile(rf"{NUMBER}(?:{SPACE}±{SPACE}[\d.]+)?(?:{SPACE}(?:/|,|and|or|to|by|at|and at|and by){SPACE}{NUMBER})*{SPACE}(?P<unit>{UNIT})(?![\w])")
+DECIMAL = re.compile(rf"{NUMBER}(?![\w.,]*\w)")
+
+
+def page_cells(page):
+    "(Markdown, code, outputs) of a page as three texts."
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page.endswith(".md"):
+        return re.sub(r"```.*?```", "", text, flags=re.S), "", ""
+    prose, code, shown = [], [], []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        (prose if cell["cell_type"] == "markdown" else code).append(source)
+        for output in cell.get("outputs", []):
+            for kind, data in {"text": output.get("text", ""), **output.get("data", {})}.items():
+                if kind.startswith("text"):
+                    shown.append("".join(data))
+    return "\n\n".join(prose), "\n".join(code), "\n".join(shown)
+
+
+def value_of(text):
+    return float(text.replace(",", "").replace("−", "-"))
+
+
+def digits(text):
+    "Significant digits as written."
+    return len(re.sub(r"[^\d]", "", text).lstrip("0"))
+
+
+def is_size(text):
+    "A power of two: a length, a width, a number of states."
+    value = abs(value_of(text))
+    return value == int(value) and value > 0 and math.log2(value).is_integer()
+
+
+def stated(prose):
+    "(number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
+    prose = re.sub(r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose) # code, links
+    prose = re.sub(r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose) # versions
+    found = {}
+    for match in LIST.finditer(prose):
+        unit = match["unit"]
+        kind = next(kind for pattern, kind in UNITS.items() if re.fullmatch(pattern, unit))
+        start, end = match.span()
+        for number in re.finditer(NUMBER, match[0]):
+            if digits(number[0]) > 1 and not is_size(number[0]):
+                found[start + number.start()] = (number[0], kind, f"{number[0]} {unit}", prose[max(0, start - 60):end + 20])
+    for match in DECIMAL.finditer(prose):
+        if "." in match[0] and digits(match[0]) > 2 and match.start() not in found:
+            found[match.start()] = (match[0], BARE, match[0], prose[max(0, match.start() - 60):match.end() + 20])
+    return [found[at] for at in sorted(found)]
+
+
+def numbers_in(text):
+    "Every number of a text."
+    text = re.sub(r"</?[a-z][^<>]*>", " ", text) # tags of HTML, and not a plain "<"
+    return {value_of(number) for number in re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?", text)}
+
+
+def leaves(value, key=""):
+    "(key, number) of every number in a JSON value; a list of many numbers is a curve, and none of them is a result."
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return set()
+    if isinstance(value, (int, float)):
+        return {(key, float(value))}
+    if isinstance(value, dict):
+        return set().union(*(leaves(part, str(name)) for name, part in value.items()))
+    return set().union(*(leaves(part, key) for part in value))
+
+
+@cache
+def measured():
+    "(field, number) of the committed kernel records."
+    return frozenset().union(*(leaves(json.loads(path.read_text())) for path in (ROOT / "kernels/results").glob("*.json")))
+
+
+@cache
+def published():
+    "The numbers of the paper and of others that the ledger quotes."
+    tables = (claims.OPENWEBTEXT, claims.RECALL_INTENSIVE, claims.DOWNSTREAM_PERPLEXITY, claims.EXTRAPOLATION, claims.INDEPENDENT)
+    texts = (numbers_in(f"{claim.statement} {claim.published}") for claim in claims.CLAIMS)
+    return frozenset({number for table in tables for _, number in leaves(table)}.union(*texts))
+
+
+@cache
+def sources(page):
+    "(numbers that the page shows or that are published, fields of records that it may quote)."
+    _, code, shown = page_cells(page)
+    lab, front = page.startswith("nbs/lab/"), page in ("README.md", "nbs/index.ipynb")
+    ledger = numbers_in(str(claims.ledger("no runs"))) if front else set()
+    return numbers_in(code) | numbers_in(shown) | ledger | published(), frozenset() if lab else measured()
+
+
+def agrees(text, kind, page):
+    "Whether some value gives the stated number at the digits that it is stated with."
+    (shown, records), (factors, fields) = sources(page), kind
+    number, places = abs(value_of(text)), len(text.partition(".")[2])
+    half = 0.5 * 10**-places * (1 + 1e-9)
+    values = shown | {value for field, value in records if re.search(fields, field)}
+    return any(abs(abs(value) * factor - number) <= half for value in values for factor in factors)
+
+
+def kernel(section, shape, form):
+    "(forward, backward) ms of the fast kernels on the H200."
+    rows = json.loads((ROOT / claims.KERNELS).read_text())["rows"]
+    return next((row["forward_ms"], row["backward_ms"]) for row in rows
+                if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form) and row["z"] and not row["state"])
+
+
+def exact_step(part, change, shape):
+    "ms of one version of the exact kernels, the better of two rounds."
+    rows = json.loads((ROOT / "kernels/results/h200_exact_steps.json").read_text())[part]
+    return min(next(row[shape] for row in rows if row["change"] == change))
+
+
+def small_memory(shape, form):
+    "Per cent more time where no states are kept."
+    return 100 * (sum(kernel("memory", shape, form)) / sum(kernel("main", shape, form)) - 1)
+
+
+def states_64(part, change):
+    "Time of the exact kernels with 64 states in terms of that with 16."
+    return exact_step(part, change, "N64") / kernel("main", "S1", "exact")[part.startswith("backward")]
+
+
+def lead(size, first, second):
+    losses = claims.OPENWEBTEXT[size]
+    return losses[second] - losses[first]
+
+
+def language_cache():
+    "Bytes of attention's cache in terms of Longhorn's, at the longest context."
+    cache = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["decode"]["cache"]
+    return cache["attention"][-1] / cache["longhorn"][-1]
+
+
+N64 = {"1.9 times": lambda: states_64("forward_other", "keys and by_channel rotated, two warps a program"),
+       "2.9 times": lambda: states_64("backward_other", "N = 64, parts made once, 16 channels a program")}
+
+DERIVED = { # page -> number as written -> the formula, which has to give it
+    "nbs/lab/31_training.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9, "5.55 nats": lambda: math.log(256)},
+    "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache},
+    "nbs/models/20_mixer.ipynb": {"0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")},
+    "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
+    "nbs/scan/13_triton_diagonal.ipynb": {
+        "21 %": lambda: small_memory("S1", "diagonal"), "17 %": lambda: small_memory("S2", "diagonal"),
+        "23 %": lambda: small_memory("S3", "diagonal")},
+    "nbs/scan/14_triton_exact.ipynb": {
+        **N64, "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
+    "nbs/scan/16_speed.ipynb": {
+        **N64, "30 %": lambda: small_memory("S2", "exact"), "26 %": lambda: small_memory("S3", "exact")},
+}
+GIVEN = { # page -> number as written -> why no record of ours holds it
+    "nbs/lab/33_mqar_grid.ipynb": {"700 W": "what the maker of the H200 allows it to draw"},
+    "nbs/scan/14_triton_exact.ipynb": {"1.53 ms": "an aim, set before the kernels were written"},
+    "nbs/scan/16_speed.ipynb": dict.fromkeys(("1.53 ms", "0.29 ms", "3.34 ms"), "aims, set before the kernels were written"),
+}
+
+
+def unsourced(page):
+    known = {**GIVEN.get(page, {}), **DERIVED.get(page, {})}
+    return [(written, " ".join(context.split())) for text, kind, written, context in stated(page_cells(page)[0])
+            if written not in known and not agrees(text, kind, page)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_stated_number_has_a_source(page):
+    missing = unsourced(page)
+    assert not missing, f"{page}: print these, or say in tests/test_prose.py where they come from:\n" + "\n".join(
+        f"  {written!r} in '... {context} ...'" for written, context in missing)
+
+
+@pytest.mark.parametrize("page, written", [(page, written) for page, numbers in DERIVED.items() for written in numbers])
+def test_derived_number_is_what_its_formula_gives(page, written):
+    number = re.match(NUMBER, written)[0].replace(",", "")
+    zeros = len(number) - len(number.rstrip("0")) if "." not in number else 0
+    half = 0.5 * 10**(zeros - len(number.partition(".")[2]))
+    assert DERIVED[page][written]() == pytest.approx(value_of(number), abs=half * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("page", [*GIVEN, *DERIVED])
+def test_no_exception_outlives_its_number(page):
+    written = {each for _, _, each, _ in stated(page_cells(page)[0])}
+    assert {*GIVEN.get(page, {}), *DERIVED.get(page, {})} <= written
+
+
+@pytest.mark.parametrize("prose, found", [
+    ("takes 0.18 ms, or 1.5 times as long", ["0.18 ms", "1.5 times"]), ("0.17 / 0.55 and 3.3 ms", ["0.17 ms", "0.55 ms", "3.3 ms"]),
+    ("by 12 and by 15 points", ["12 points", "15 points"]), ("of $0.013$ nats", ["0.013 nats"]), ("$92.5 \\pm 0.4$ %", ["92.5"]),
+    ("92.5 ± 0.4 %", ["92.5 %"]), ("1,234 tokens a second", ["1,234 tokens a second"]), ("costs −2.61 then", ["−2.61"]),
+    ("64 × 1024 at 2 % with 128 W", []), ("`0.123 ms` in [x](../a/12_b.ipynb) of arXiv 2407.14207 on Python 3.11 to 3.13", []),
+])
+def test_what_counts_as_stated(prose, found):
+    assert [written for _, _, written, _ in stated(prose)] == found
+
+
+def test_a_wrong_number_is_found(monkeypatch):
+    page = "nbs/scan/16_speed.ipynb"
+    prose, code, shown = page_cells(page)
+    monkeypatch.setitem(globals(), "page_cells", lambda page: (prose.replace("0.204 ms", "0.207 ms"), code, shown))
+    assert "0.204 ms" in prose and [written for written, _ in unsourced(page)] == ["0.207 ms"]
+
+
+def test_the_mixer_of_the_contributing_guide_works():
+    import textwrap
+
+    import torch
+
+    from longhorn_kit.models.mixer import MIXERS
+    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S)[1]
+    try:
+        exec("from typing import NamedTuple\nimport torch\nfrom torch import nn\n"
+             "from longhorn_kit.models.mixer import Mixer, register_mixer\n" + textwrap.dedent(code), {})
+        layer, x = MIXERS["decay"](6), torch.randn(2, 5, 6)
+    finally:
+        MIXERS.pop("decay", None)
+    parts, cache = [], layer.empty_cache(2)
+    for x_t in x.unbind(1):
+        y_t, cache = layer.step(x_t, cache)
+        parts.append(y_t)
+    torch.testing.assert_close(torch.stack(parts, 1), layer(x))

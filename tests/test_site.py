@@ -1,0 +1,269 @@
+"""The site: every notebook a page, every exported function an entry, no link without a target, nothing from the network.
+
+The pages are prepared (and those tests run) without the extra `docs`; building and crawling the whole site needs it.
+"""
+import ast
+import importlib.util
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import api  # noqa: E402
+import build  # noqa: E402
+
+NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning") # of Sphinx's extensions
+needs_sphinx = pytest.mark.skipif(importlib.util.find_spec("myst_nb") is None, reason="needs the extra 'docs'")
+
+
+class Page(HTMLParser):
+    "What the tests ask of a page: its anchors, links, loaded files and text outside of <script>."
+
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.loaded, self.pictures, self.text, self.skip = set(), [], [], [], [], 0
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids |= {attrs.get("id"), attrs.get("name") if tag == "a" else None}
+        if tag == "a" and "href" in attrs:
+            self.links.append(attrs["href"])
+        if tag in ("script", "img", "iframe", "video", "source", "audio") and "src" in attrs:
+            self.loaded.append(attrs["src"])
+        if tag == "img":
+            self.pictures.append(attrs)
+        if tag == "link" and attrs.get("rel") not in ("index", "search", "next", "prev", "canonical"):
+            self.loaded.append(attrs["href"])
+        self.skip += tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self.skip -= tag in ("script", "style")
+
+    def handle_data(self, data):
+        if not self.skip:
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    return folder, build.write_pages(folder)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    assert build.build(folder / "site", folder / "work") == 0, "Sphinx reports errors or warnings; `make docs` shows them"
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.relative_to(site).as_posix(): Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+# --- the pages as Sphinx gets them --------------------------------------------------------------------------------
+
+def test_pages_have_no_directives_and_no_hidden_cells(prepared):
+    folder, _ = prepared
+    for name in NOTEBOOKS:
+        for cell in json.loads((folder / "pages" / f"{name}.ipynb").read_text())["cells"]:
+            assert "#|" not in cell["source"], f"{name}: {cell['source'][:80]}"
+
+
+def test_every_exported_public_function_has_an_entry(prepared):
+    _, names = prepared
+    for path in build.notebooks():
+        module = build.module_of(build.read(path))
+        if not module:
+            continue
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        wanted = {f"{module}.{node.name}" for node in tree.body
+                  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
+        assert wanted <= set(names["definitions"]), f"{path.name}: {wanted - set(names['definitions'])}"
+        assert wanted <= set(names["lines"])
+
+
+def test_public_interface_is_found_and_shown_unfolded():
+    found = build.public_names()
+    assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= found
+
+
+def test_broken_link_in_a_notebook_is_refused():
+    cell = {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# T\n\n[gone](nowhere/99.ipynb)"}
+    with pytest.raises(ValueError, match="nowhere/99.ipynb leads nowhere"):
+        build.page({"cells": [cell]}, build.NOTEBOOKS / "index.ipynb")
+
+
+def test_link_to_a_file_outside_the_book_goes_to_the_repository():
+    source = build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set())
+    assert source == f"[bench]({build.REPOSITORY}/blob/{build.COMMIT}/kernels/bench.py)"
+
+
+FUNCTION = '''
+def read(
+    q, k,     # (B,T,N) queries and keys
+    x=None,   # (B,T,D) values | none
+    *others: int,
+    form: str = "a|b", # which
+              # form
+) -> int:     # how *many*
+    "Read `q`, see `<k>`."
+'''
+
+
+def test_parameters_and_their_comments_are_read_from_the_source():
+    (entry,) = api.exported(FUNCTION, "longhorn_kit.scan.op")
+    assert entry.signature == "(q, k, x=None, *others, form='a|b')"
+    assert [(row[0], row[3]) for row in entry.rows] == [
+        ("q", "(B,T,N) queries and keys"), ("k", "(B,T,N) queries and keys"), ("x", "(B,T,D) values | none"),
+        ("*others", ""), ("form", "which form")]
+    assert entry.returns == ("int", "how *many*")
+    table = api.table(entry)
+    assert "| `q`, `k` | (B,T,N) queries and keys |" in table and r"values \| none" in table and r"how \*many\*" in table
+    assert len({line.replace(r"\|", "").count("|") for line in table.splitlines()}) == 1
+
+
+def test_a_method_loses_self_and_keeps_its_defaults():
+    source = 'class A(B):\n    def __init__(self, n=3): pass\n    def f(self, x, y=1):\n        "F."\n    @staticmethod\n    def g(x):\n        "G."'
+    (entry,) = api.exported(source, "m")
+    assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
+
+
+def test_notebooks_for_colab_install_the_kit_first(tmp_path):
+    build.write_colab(tmp_path)
+    for name in NOTEBOOKS:
+        book = json.loads((tmp_path / f"{name}.ipynb").read_text())
+        first = next(cell for cell in book["cells"] if cell["cell_type"] == "code")
+        assert "longhorn-kit[colab]" in first["source"] and f"nbs/{name.parent}".rstrip("/.") in first["source"]
+        assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"]) and book["nbformat"] == 4
+
+
+def test_every_colab_pin_is_the_one_that_is_tested():
+    text = (ROOT / "pyproject.toml").read_text()
+    pins = re.findall(r'"([\w-]+==[^";]+)"', re.search(r"^colab = \[(.*?)\]$", text, re.M)[1])
+    assert pins and set(pins) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+# --- README, glossary, references ---------------------------------------------------------------------------------
+
+def test_readme_shows_what_the_index_notebook_and_the_ledger_say():
+    text = (ROOT / "README.md").read_text()
+    assert build.ledger_block() in text, "run `python docs/build.py readme`"
+    assert (ROOT / "docs/static/idea.png").read_bytes() == build.idea_figure(), "run `python docs/build.py readme`"
+    assert (ROOT / "docs/static/idea.png").stat().st_size < 60_000
+
+
+def test_headlines_are_what_the_ledger_says_now():
+    from longhorn_kit.lab import claims
+    cell = next(c for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if "def headlines" in c["source"])
+    scope = {"ledger": claims.ledger, "ledger_summary": claims.ledger_summary, "Markdown": str}
+    exec(build.DIRECTIVE.sub("", cell["source"]), scope) # the cell of the notebook itself
+    assert scope["headlines"]() == build.index_output("text/markdown"), "run `make readme`"
+
+
+def test_readme_links_lead_somewhere():
+    targets = re.findall(r'\]\((?!https?:|#)([^)\s]+)\)|src="(?!https?:)([^"]+)"', (ROOT / "README.md").read_text())
+    for target in filter(None, sum(targets, ())):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_cited_paper_is_on_the_page_of_references():
+    cited, listed = set(), set()
+    for path in build.notebooks():
+        for cell in build.read(path)["cells"]:
+            found = set(re.findall(r"(?:arXiv[: ]|arxiv\.org/abs/|[\"'])(\d{4}\.\d{4,5})\b", cell["source"]))
+            (listed if path.stem == "references" else cited).update(found)
+    assert cited <= listed, f"not on the page of references: {sorted(cited - listed)}"
+
+
+def test_map_names_every_notebook():
+    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"])
+    missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem != "index"]
+    assert not missing, f"not in the map of nbs/index.ipynb: {missing}"
+
+
+def test_glossary_is_in_order_and_says_where_each_word_is_explained():
+    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "glossary.ipynb")["cells"])
+    for group in re.split(r"^## ", text, flags=re.M)[1:]:
+        terms = re.findall(r"^- \*\*(.+?)\*\*.*$", group, flags=re.M)
+        assert terms == sorted(terms, key=str.lower), group.splitlines()[0]
+    for line in re.findall(r"^- \*\*.*$", text, flags=re.M):
+        assert ".ipynb" in line, line
+
+
+# --- the built site -----------------------------------------------------------------------------------------------
+
+@needs_sphinx
+def test_every_notebook_has_a_page_and_the_search_an_index(site, pages):
+    assert {f"{name.as_posix()}.html" for name in NOTEBOOKS} <= set(pages)
+    index = (site / "searchindex.js").read_text()
+    assert "longhorn_scan" in index and "search.html" in pages
+
+
+@needs_sphinx
+def test_every_local_link_and_anchor_has_a_target(site, pages):
+    broken = []
+    for name, page in pages.items():
+        for href in page.links + page.loaded:
+            if re.match(r"[a-z]+:", href):
+                continue
+            path, _, anchor = unquote(href.split("?")[0]).partition("#")
+            target = (site / name).parent / path if path else site / name
+            if not target.is_file():
+                broken.append((name, href))
+            elif anchor and target.suffix == ".html" and name != "search.html":
+                if anchor not in pages[target.resolve().relative_to(site.resolve()).as_posix()].ids:
+                    broken.append((name, href))
+    assert not broken
+
+
+@needs_sphinx
+def test_nothing_is_loaded_from_the_network(site, pages):
+    for name, page in pages.items():
+        assert not [url for url in page.loaded if re.match(r"(https?:)?//", url)], name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+@needs_sphinx
+def test_no_page_shows_a_directive_or_raw_markup(pages):
+    for name, page in pages.items():
+        text = "".join(page.text)
+        assert "#|" not in text, name
+        assert ":::" not in text and "{py:" not in text, name
+
+
+@needs_sphinx
+def test_every_entry_stands_where_its_notebook_defines_it(prepared, pages):
+    for full_name, doc in prepared[1]["definitions"].items():
+        assert full_name in pages[f"{doc}.html"].ids, full_name
+
+
+@needs_sphinx
+def test_names_in_backticks_and_equations_are_linked(pages):
+    elsewhere = {link for name, page in pages.items() if name not in ("scan/15_op.html", "api.html") for link in page.links}
+    assert any(link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere)
+    assert "#equation-1" in {link for page in pages.values() for link in page.links}
+
+
+@needs_sphinx
+def test_figures_have_captions_or_say_what_they_are(pages):
+    for name, page in pages.items():
+        assert all(picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")), name
+
+
+@needs_sphinx
+def test_pages_stay_small(site):
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert size < 60e6, f"the site has {size / 1e6:.0f} MB"
+
+
