@@ -119,10 +119,14 @@ def local_links(source: str, path: Path, files: set) -> str:
             return f'<a href="{target}{anchor}">{text}</a>'
         kind = "tree" if file.is_dir() else "blob"
         return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{file.relative_to(ROOT).as_posix()}{anchor})"
-    source = LINK.sub(replace, source)
-    for target in re.findall(r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', source):
+    copy_embedded(source, path, files)
+    return LINK.sub(replace, source)
+
+
+def copy_embedded(html: str, path: Path, files: set) -> None:
+    "Collect the files beside a notebook that HTML in it shows: an animation in a frame, a picture."
+    for target in re.findall(r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', html):
         files.add((path.parent / target).resolve())
-    return source
 
 
 def shows_one_picture(cell: dict) -> bool:
@@ -173,11 +177,16 @@ def join_imports(cells: list) -> list:
     return joined
 
 
+def colab_address(path: Path) -> str:
+    "Where Colab opens a notebook of the branch `colab`."
+    colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+    return f"{colab}/blob/colab/{path.relative_to(NOTEBOOKS).as_posix()}"
+
+
 def furniture(path: Path, module: str | None) -> str:
     "The line under the title: run it in Colab, get the notebook, see the module."
     name = path.relative_to(NOTEBOOKS).as_posix()
-    colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
-    links = [f'<a class="colab" href="{colab}/blob/colab/{name}">Open in Colab</a>',
+    links = [f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
              f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
     if module:
         links.append(f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">Module <code>{module}</code></a>')
@@ -193,6 +202,9 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
         if {"hide", "default_exp"} & set(marks):
             continue
         entries = entries_of(cell, module)
+        files = set() if files is None else files
+        for output in cell.get("outputs", []):
+            copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
             if old.get("jupyter", {}).get("source_hidden"):
@@ -202,7 +214,7 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             elif only_imports(cell["source"]):
                 fold(cell, "Imports")
         else:
-            cell["source"] = local_links(cell["source"], path, set() if files is None else files)
+            cell["source"] = local_links(cell["source"], path, files)
         constants = [f'<span id="{e.full_name}"></span>' for e in entries if e.kind == "data"]
         if constants:
             cells.append(markdown_cell(f"names-{number}", "".join(constants)))
@@ -327,6 +339,10 @@ def write_colab(folder: Path) -> None:
     "The notebooks with a first cell that installs the kit in Colab; the workflow puts them on the branch `colab`."
     for path in notebooks():
         notebook, place = read(path), path.relative_to(NOTEBOOKS)
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown": # what links to a notebook leads to it in Colab
+                absolute = lambda m: f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
+                cell["source"] = LINK.sub(absolute, local_links(cell["source"], path, set()))
         source = COLAB.format(repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix())
         cell = {"cell_type": "code", "id": "colab", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
         notebook["cells"].insert(1, cell)
@@ -353,8 +369,19 @@ def ledger_block() -> str:
     return f"<!-- headlines of the ledger: make readme -->\n{index_output('text/markdown')}\n<!-- end -->"
 
 
+def write_minutes() -> None:
+    "Bring the minutes in the map of the index notebook up to those that the notebooks give."
+    def replace(match):
+        given = re.search(r"(\d+) minutes", read(NOTEBOOKS / match[1])["cells"][1]["source"])
+        return f"]({match[1]}) |{match[2]}| {given[1]} |"
+    index = NOTEBOOKS / "index.ipynb"
+    text = index.read_text(encoding="utf-8")
+    index.write_text(re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8")
+
+
 def write_readme() -> None:
-    "Bring the figure and the headline rows of the README up to the committed outputs of the index notebook."
+    "Bring the minutes of the map, and the figure and headline rows of the README, up to the notebooks."
+    write_minutes()
     (HERE / "static" / "idea.png").write_bytes(idea_figure())
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"<!-- headlines.*?<!-- end -->", lambda _: ledger_block(), text, flags=re.S)

@@ -6,7 +6,7 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
-from build import COMMIT, REPOSITORY, WORK
+from build import COMMIT, REPOSITORY
 
 project = html_title = "Longhorn Kit"
 author = copyright = "Longhorn Kit contributors"
@@ -26,7 +26,8 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
-nb_ipywidgets_js = {} # sliders need a kernel; their scripts would come from the network
+nb_ipywidgets_js = {} # sliders need a kernel, and their scripts would come from the network
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 copybutton_selector = "div.highlight:not(.output *) pre"
 # MathJax comes from an installed package, so mathematics is there with the network off.
 mathjax3_config = {"tex": {"tags": "none"}, "options": {"enableMenu": False}}
@@ -69,6 +70,8 @@ def definition(text, doc):
             return NAMES["modules"][full], ""
     telling = "_" in name or "." in name or name != name.lower() or match[2] or name in imported
     found = [full for full in LAST.get(name.split(".")[-1], ()) if full.endswith("." + name)] if telling else []
+    if "." not in name: # a method is too common a word to be meant by its name alone
+        found = [full for full in found if full.removesuffix("." + name) in NAMES["modules"]]
     return (known[found[0]], found[0]) if len(found) == 1 else None
 
 

@@ -42,7 +42,7 @@ def product_shapes(small=False):
                   (d, 3 * d), (d, d), (d, 2 * (8 * d // 3 // 16 * 16)), (8 * d // 3 // 16 * 16, d)]   # attention, MLP
         for M in TOKENS:
             for K, N in layers:
-                shapes |= {(M, K, N), (M, N, K), (K, M, N)}
+                shapes |= {(M, K, N), (M, N, K), (N, M, K)}
         shapes |= {(SLICE, d, VOCABULARY), (SLICE, VOCABULARY, d), (VOCABULARY, SLICE, d)}
     return sorted(shapes)
 
@@ -103,11 +103,14 @@ def pointwise(device, small):
         "add bf16": (12 * M * d, lambda: wide + wide),
         "join": (16 * M * d, lambda: torch.cat([wide, wide], -1)),
         "rms_norm": (8 * M * d, lambda: F.rms_norm(h, (d,), weight)),
-        "silu times": (12 * M * d, lambda: F.silu(wide) * wide),
+        "silu times": (20 * M * d, lambda: F.silu(wide) * wide),   # two operations: 8 and 12
         "log_softmax": (8 * S * V, lambda: torch.log_softmax(logits, -1)),
         "exp": (8 * S * V, lambda: logits.exp()),
     }
-    work["silu times"] = (20 * M * d, work["silu times"][1])   # two operations: 8 and 12
+    grown = [t.requires_grad_() for t in (h.clone(), weight.clone(), logits.clone())]
+    normed, logs = F.rms_norm(grown[0], (d,), grown[1]), torch.log_softmax(grown[2], -1)
+    work["rms_norm backward"] = (12 * M * d, lambda: torch.autograd.grad(normed, grown[:2], h, retain_graph=True))
+    work["log_softmax backward"] = (12 * S * V, lambda: torch.autograd.grad(logs, grown[2], logits, retain_graph=True))
     return [dict(name=name, bytes=size, ms=float(f"{milliseconds(run, device):.5g}")) for name, (size, run) in work.items()]
 
 

@@ -31,6 +31,6 @@ def mend_torchvision() -> bool: # True where it was needed
         if "operator torchvision::" not in str(error):
             raise
         declare_box_operators()
-        import torchvision
+        import torchvision  # noqa: F401
         return True
     return False

@@ -250,6 +250,15 @@ def test_generate_refuses_impossible_settings(model, capsys, flags, says):
     assert says in fails(capsys, ["generate", str(model), *flags])
 
 
+def test_generate_reads_a_prompt_from_standard_input(model, capsys, monkeypatch):
+    import io
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a file\n"))
+    assert cli.main(["generate", str(model), "--prompt", "-", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("from a file\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "empty" in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
+
+
 def test_generate_refuses_an_empty_prompt(model, capsys):
     assert "prompt" in fails(capsys, ["generate", str(model), "--prompt", ""], 2)
 
@@ -358,6 +367,32 @@ def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monk
     (tmp_path / "file").write_text("mine")
     assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
+
+
+def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
+    given = {}
+    monkeypatch.setattr("longhorn_kit.lab.language.train_lm", lambda *words, **options: given.update(options))
+    assert cli.main(["train-lm", "--preset", "laptop", "--out", "o", "--seed", "0", "--warmup", "0", "--save-every", "0",
+                     "--compile", "--loss-chunk", "0", "--weight-decay", "0"]) == 0
+    assert given == {"seed": 0, "warmup": 0, "save_every": 0, "compile": True, "loss_chunk": 0, "weight_decay": 0}
+
+
+def test_plan_prices_a_run_and_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train-lm", "--preset", "slimpajama-1.3b", "--plan", "--gpus", "64", "--steps", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "on 64 x NVIDIA H200" in out and "1,000 steps" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags, code, says", [
+    ([], 2, "--out"), (["--out", "o", "--gpus", "2"], 2, "--plan"), (["--plan", "--gpus", "7"], 1, "7 GPUs"),
+    (["--plan", "--gpus", "0"], 1, "0 GPUs"), (["--plan", "--gpu", "abacus"], 1, "abacus"),
+    (["--plan", "--mixer", "mambo"], 2, "did you mean 'mamba'?"), (["--plan", "--sharding", "zero"], 2, "invalid choice 'zero'"),
+])
+def test_plans_that_cannot_be(tmp_path, monkeypatch, capsys, flags, code, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in fails(capsys, ["train-lm", "--preset", "owt-120m", *flags], code)
+    assert not list(tmp_path.iterdir())
 
 
 def test_folder_of_another_run_is_not_overwritten(text, tmp_path, cache, capsys):

@@ -10,7 +10,7 @@ import torch
 
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_conv, triton_step as step_module
-from longhorn_kit.scan.op import FORMS, longhorn_scan, longhorn_step, selective_scan
+from longhorn_kit.scan.op import FORMS, longhorn_scan, longhorn_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step

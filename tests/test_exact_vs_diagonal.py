@@ -1,4 +1,10 @@
 """Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
+import base64
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -107,3 +113,27 @@ def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():
     for name, learner in LEARNERS.items():
         same = torch.allclose(learner.prepare(keys), learner.prepare(5 * keys))
         assert same == (name in ("deltanet", "linear_attention"))
+
+
+# --- the notebook's film and sliders ------------------------------------------------------------------------------
+
+NOTEBOOK = Path(__file__).parent.parent / "nbs" / "theory" / "03_exact_vs_diagonal.ipynb"
+
+
+def outputs():
+    return [o.get("data", {}) for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for o in c.get("outputs", [])]
+
+
+def test_committed_outputs_hold_pictures_and_no_widget():
+    "Sliders live where somebody moves them; a page has the curves, which need no front end."
+    kinds = {kind for data in outputs() for kind in data}
+    assert "image/png" in kinds and not [kind for kind in kinds if "widget" in kind]
+    assert "widgets" not in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["metadata"]
+
+
+def test_the_film_is_small_needs_no_network_and_can_stand_still():
+    (film,) = [svg for data in outputs() for svg in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", "".join(data.get("text/html", "")))]
+    svg = base64.b64decode(film).decode()
+    assert len(film) < 100_000 and "prefers-reduced-motion" in svg
+    assert "script" not in svg and re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
+    ElementTree.fromstring(svg)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import language
 from longhorn_kit.lab.claims import ONE_SEED, find_claim, judge
-from longhorn_kit.lab.data import ByteTokenizer, prepare
+from longhorn_kit.lab.data import ByteTokenizer
 from longhorn_kit.lab.language import (
-    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset, fit,
+    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset,
     model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train

@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -8,18 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
 import pytest
 import torch
 
 from longhorn_kit.lab import language, language_grid
-from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.language import LMPreset
 from longhorn_kit.lab.language_grid import (
     MAIN, OTHERS, SECOND, SETTINGS, LanguageGrid, efficiency, figures, grid_from, in_order, kind_of, next_job, open_texts, paired,
-    preset_of, run, settings_of, tables, throughput, throughput_table, timing_jobs, tokens_of, tokens_to_reach)
+    preset_of, run, settings_of, tables, throughput, throughput_table, timing_jobs, tokens_to_reach)
 from longhorn_kit.lab.mqar_grid import Results, Turns, key_of
-from longhorn_kit.lab.records import append_jsonl, read_json, read_jsonl, to_plain
+from longhorn_kit.lab.records import read_json, read_jsonl, to_plain
 from longhorn_kit.lab.training import TrainConfig, TrainingDiverged
 from longhorn_kit.models import MIXERS, SequenceLM
 

@@ -1,4 +1,4 @@
-import importlib.util, json, math, sys
+import importlib.util, json, math, subprocess, sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def machine(**changes):
 # ---- the trace
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_scalar", "mamba_input_a", "attention"])
 def test_traced_products_are_those_that_pytorch_counts(mixer):
     config = small(mixer)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
@@ -84,8 +84,9 @@ def saved_bytes(run, model):
     return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in known)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    "mixer, precision", [("longhorn", "no"), *((name, "bf16") for name in MIXERS if name != "longhorn_exact")]
+)
 def test_what_a_block_keeps_is_what_autograd_saves(mixer, precision):
     tokens, saved = torch.zeros(2, 32, dtype=torch.int64), {}
     for layers in (2, 3):
@@ -107,16 +108,16 @@ def test_the_black_box_keeps_what_the_real_kernels_keep():
     "The Triton scan and convolution in the interpreter, on real tensors, against the trace."
     from longhorn_kit.models import mixer
 
-    tokens, saved = torch.zeros(1, 32, dtype=torch.int64), {}
+    tokens, saved = torch.zeros(1, 16, dtype=torch.int64), {}
     for layers in (1, 2):
-        model = SequenceLM(LMConfig(50, 32, layers))
+        model = SequenceLM(LMConfig(50, 16, layers))
         with (
             patch.object(mixer, "longhorn_scan", partial(mixer.longhorn_scan, backend="triton")),
             patch.object(mixer, "causal_conv1d", partial(mixer.causal_conv1d, backend="triton")),
             patch("torch.nn.functional.rms_norm", norm_like_the_fused_one),
         ):
             saved[layers] = saved_bytes(lambda: LossOnly(model)(tokens, tokens), model)
-    traced = [trace_model(LMConfig(50, 32, n), 1, 32, "no", kept=lambda form, N: 8.0).saved for n in (1, 2)]
+    traced = [trace_model(LMConfig(50, 16, n), 1, 16, "no", kept=lambda form, N: 8.0).saved for n in (1, 2)]
     assert abs((traced[1] - traced[0]) / (saved[2] - saved[1]) - 1) < 0.02
 
 
@@ -150,9 +151,8 @@ def test_peak_and_what_is_alive_follow_the_tensors():
     assert [w.traffic for w in trace.work] == [4000, 8000, 8000, 6000]
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "attention"])
-def test_three_layers_say_what_seven_need(mixer):
-    config = small(mixer, 7)
+def test_three_layers_say_what_five_need():
+    config = small("longhorn", 5)
     few, trace = one_part(config, machine(), 2, TRAIN, False, True), trace_model(
         config, 2, 64, gradients=True, kept=partial(planner.kept_bytes, machine())
     )
@@ -162,10 +162,10 @@ def test_three_layers_say_what_seven_need(mixer):
 
 
 def test_checkpointing_keeps_less_and_computes_more():
-    plain, kept_less = (trace_model(small(n_layer=6), 4, 64, checkpointing=flag) for flag in (False, True))
-    assert kept_less.saved < 0.5 * plain.saved and kept_less.peak < plain.peak
+    plain, kept_less = (trace_model(small(n_layer=4), 4, 64, checkpointing=flag) for flag in (False, True))
+    assert kept_less.saved < 0.6 * plain.saved and kept_less.peak < plain.peak
     scans = lambda trace: sum(w.kind == "scan" for w in trace.work)
-    assert (scans(plain), scans(kept_less)) == (12, 18)
+    assert (scans(plain), scans(kept_less)) == (8, 12)
 
 
 def test_slices_of_the_loss_save_the_memory_of_the_logits():
@@ -220,6 +220,19 @@ def test_a_thin_product_is_bound_by_its_bytes():
     assert math.isclose(product_seconds(measured, (1, 1100, 900, 1000), "bf16"), 1100 * 900 * 1000 / 1e14)
 
 
+def test_pointwise_work_has_the_rate_of_its_like():
+    rows = [dict(name=name, bytes=10**8, ms=ms) for name, ms in
+            [("rms_norm", 0.05), ("rms_norm backward", 0.1), ("residual", 0.025), ("tiny", 1.0)]]
+    rows[-1]["bytes"] = 10**6  # too small to say anything about a rate
+    m = machine(pointwise=rows)
+    rate = lambda *name: planner.pointwise_rate(m, *name) / 1e12
+    assert rate("rms_norm") == pytest.approx(2.0) and rate("rms_norm", "backward") == pytest.approx(1.0)
+    assert rate("aten.add.Tensor", "backward") == pytest.approx(4.0) and rate("aten.mul.Tensor") == pytest.approx(2.0)
+    assert planner.pointwise_rate(machine(), "rms_norm") == 4e12
+    work = [Work(phase, "pointwise", "rms_norm", (), 1e9) for phase in ("forward", "backward")]
+    assert planner.pointwise_seconds(work, m, False) == pytest.approx(1.5e-3)
+
+
 def test_collectives():
     m = machine()
     assert collective_seconds(m, "all_reduce", 1e9, 1) == 0
@@ -256,34 +269,38 @@ def test_the_largest_part_that_fits_is_chosen():
     assert (roomy.rows, roomy.accumulate) == (16, 1) and roomy.peak < 0.9 * roomy.capacity
     tight = plan_model(config, TRAIN, machine=machine(memory=roomy.peak * 0.8))
     assert tight.rows < 16 and tight.peak <= 0.9 * tight.capacity
-    never = plan_model(config, TRAIN, machine=machine(memory=8.0 * P))
-    assert never.rows == 1 and never.binds == "memory: it does not fit"
+    never = plan_model(config, TRAIN, accumulate=1, machine=machine(memory=8.0 * P))
+    assert never.binds == "memory: it does not fit"
 
 
 def test_communication_is_hidden_behind_the_backward():
     config, rows = small(), [dict(op="all_reduce", gpus=2, bytes=1000, ms=1e-9)]
-    fast = plan_model(config, TRAIN, gpus=2, machine=machine(collectives=rows))
+    fast = plan_model(config, TRAIN, gpus=2, accumulate=1, machine=machine(collectives=rows))
     assert fast.seconds["communication"] < 1e-3 * fast.step_seconds
-    slow = plan_model(config, TRAIN, gpus=2, machine=machine(collectives=[rows[0] | {"ms": 10.0}]))
+    slow = plan_model(config, TRAIN, gpus=2, accumulate=1, machine=machine(collectives=[rows[0] | {"ms": 10.0}]))
     whole = 4 * count_parameters(config) / 1000 * 1e-2
     assert slow.binds == "communication" and 0.9 * whole < slow.seconds["communication"] < whole
     assert fast.tokens_per_second > 100 * slow.tokens_per_second
 
 
 def test_a_slow_host_is_what_binds():
-    fast, slow = (plan_model(small(), TRAIN, machine=machine(launch=launch)) for launch in (1e-9, 1e-3))
-    assert "host" not in fast.seconds and slow.binds.startswith("the host")
-    assert slow.step_seconds > 0.05 and any("host" in note for note in plan_model(
-        small(), TRAIN, machine=machine()).notes)
+    unknown, fast, slow = (
+        plan_model(small(), TRAIN, accumulate=1, machine=machine(launch=launch)) for launch in (0.0, 1e-9, 1e-3)
+    )
+    assert "host" not in fast.seconds and slow.binds.startswith("the host") and slow.step_seconds > 0.05
+    assert any("host" in note for note in unknown.notes) and not any("host" in note for note in fast.notes)
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention"])
+@pytest.mark.parametrize("mixer", ["longhorn_exact", "mamba", "attention"])
 def test_the_record_of_the_kit_plans_the_presets(mixer):
-    text = plan_text("owt-120m", mixer, accumulate=20)
-    assert "on 1 x NVIDIA H200" in text and "accumulate=20" in text and "\n  speed " in text
     p = plan(find_preset("owt-120m"), mixer, accumulate=20)
     assert 1e5 < p.tokens_per_second < 2e6 and 10e9 < p.peak < 140e9
     assert p.hours == pytest.approx(p.steps * p.step_seconds / 3600)
+
+
+def test_the_plan_as_text():
+    text = plan_text("owt-120m", "longhorn", accumulate=20)
+    assert "on 1 x NVIDIA H200" in text and "accumulate=20" in text and "\n  speed " in text
 
 
 def test_what_cannot_be_planned_is_one_line(tmp_path):
@@ -330,6 +347,20 @@ def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     assert not compare(predicted, predicted.tokens_per_second * 1.3)["within_15_percent"]
 
 
+def test_timed_steps_are_compared_with_their_predictions():
+    m = load_machine()
+    train = replace(find_preset("small").train, batch_size=16, context=4096, accumulate=1, compile=True)
+    expected = plan(replace(find_preset("small"), train=train), "longhorn", machine=m, accumulate=1)
+    row = dict(preset="small", mixer="longhorn", context=4096, compile=True, tokens=65536)
+    row |= dict(tokens_per_second=expected.tokens_per_second / 1.2, peak_gb=expected.peak / 1e9)
+    record = {"environment": {"gpu": "NVIDIA H200"}, "rows": [row, row | {"mixer": "gla"}]}
+    found, other = planner.compare_throughput(record)
+    assert found["tokens_per_second"]["error"] == pytest.approx(0.2) and not found["within_15_percent"]
+    assert found["peak_bytes"]["error"] == pytest.approx(0) and "no scan of this mixer" in other["left_out"]
+    title, header, rows = planner.comparison_table([found, other])
+    assert len(rows) == 1 and rows[0][5:] == ["+20%", "+0%"] and len(header) == len(rows[0])
+
+
 def test_a_run_that_cannot_be_compared_says_why(tmp_path):
     run_folder(tmp_path, 1000.0)
     with pytest.raises(ValueError, match="no measured rates of 'NVIDIA Test'"):
@@ -351,7 +382,6 @@ def workbench():
     path = Path(planner.records_folder()).parent / "machine_rates.py"
     spec = importlib.util.spec_from_file_location("machine_rates", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["machine_rates"] = module  # its worker processes import it by name
     spec.loader.exec_module(module)
     return module
 
@@ -369,7 +399,7 @@ def test_machine_rates_writes_what_the_planner_reads(tmp_path, monkeypatch):
 
 def test_products_of_the_presets_are_among_those_that_are_measured():
     shapes = set(workbench().product_shapes())
-    for name in ("small", "owt-120m", "owt-350m", "slimpajama-1.3b"):
+    for name in ("small", "owt-120m", "slimpajama-1.3b"):
         preset = find_preset(name)
         config = replace(model_config(preset, "longhorn", 50257), n_layer=2)
         train = preset.train
@@ -381,6 +411,7 @@ def test_products_of_the_presets_are_among_those_that_are_measured():
 @pytest.mark.slow
 def test_collectives_rehearse_on_two_processes(tmp_path):
     out = tmp_path / "machine_cpu.json"
-    assert workbench().main(["--device", "cpu", "--gpus", "2", "--out", str(out)]) == 0
+    script = planner.records_folder().parent / "machine_rates.py"
+    subprocess.run([sys.executable, script, "--device", "cpu", "--gpus", "2", "--out", out], check=True)
     rows = json.loads(out.read_text())["collectives"]
     assert {row["gpus"] for row in rows} == {2} and all(row["ms"] > 0 for row in rows)

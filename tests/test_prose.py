@@ -25,7 +25,7 @@ from longhorn_kit.lab import claims
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "nbs/index.ipynb", # tests/test_bench.py checks kernels/README.md
-         *sorted(str(path.relative_to(ROOT)) for part in ("scan", "models", "lab") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
+         *sorted(str(path.relative_to(ROOT)) for part in ("theory", "scan", "models", "lab") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
 
 NUMBER = r"(?<![\w.,/^−-])([+−-]?\d+(?:,\d{3})*(?:\.\d+)?)"
 SPACE = r"[\s\u00a0\u202f$]*"
@@ -77,6 +77,7 @@ def stated(prose):
     "(number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
     prose = re.sub(r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose) # code, links
     prose = re.sub(r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose) # versions
+    prose = re.sub(r"\b(?:19|20)\d\ds\b", " ", prose) # decades
     found = {}
     for match in LIST.finditer(prose):
         unit = match["unit"]
@@ -174,13 +175,21 @@ def language_cache():
     return cache["attention"][-1] / cache["longhorn"][-1]
 
 
+def language_size():
+    "Parameters of the paper's 120M Longhorn in terms of those of the laptop's."
+    parameters = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["parameters"]
+    return 128.56e6 / parameters["longhorn"]
+
+
 N64 = {"1.9 times": lambda: states_64("forward_other", "keys and by_channel rotated, two warps a program"),
        "2.9 times": lambda: states_64("backward_other", "N = 64, parts made once, 16 channels a program")}
 
 DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/lab/31_training.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9, "5.55 nats": lambda: math.log(256)},
-    "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache},
+    "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache, "270 times": language_size},
     "nbs/models/20_mixer.ipynb": {"0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")},
+    "nbs/theory/01_objective.ipynb": {"2.42": lambda: 0.5 * 2.2**2, "−1.42": lambda: 1 - 0.5 * 2.2**2},
+    "nbs/theory/02_closed_forms.ipynb": {"-11.1": lambda: -math.log(65504)}, # the largest number of float16
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
         "21 %": lambda: small_memory("S1", "diagonal"), "17 %": lambda: small_memory("S2", "diagonal"),
@@ -212,7 +221,7 @@ def test_every_stated_number_has_a_source(page):
 
 @pytest.mark.parametrize("page, written", [(page, written) for page, numbers in DERIVED.items() for written in numbers])
 def test_derived_number_is_what_its_formula_gives(page, written):
-    number = re.match(NUMBER, written)[0].replace(",", "")
+    number = re.match(NUMBER, written)[0].replace(",", "").replace("−", "-")
     zeros = len(number) - len(number.rstrip("0")) if "." not in number else 0
     half = 0.5 * 10**(zeros - len(number.partition(".")[2]))
     assert DERIVED[page][written]() == pytest.approx(value_of(number), abs=half * (1 + 1e-9))

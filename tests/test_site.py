@@ -165,7 +165,7 @@ def test_readme_shows_what_the_index_notebook_and_the_ledger_say():
 def test_headlines_are_what_the_ledger_says_now():
     from longhorn_kit.lab import claims
     cell = next(c for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if "def headlines" in c["source"])
-    scope = {"ledger": claims.ledger, "ledger_summary": claims.ledger_summary, "Markdown": str}
+    scope = {"ledger": claims.ledger, "Markdown": str}
     exec(build.DIRECTIVE.sub("", cell["source"]), scope) # the cell of the notebook itself
     assert scope["headlines"]() == build.index_output("text/markdown"), "run `make readme`"
 
@@ -189,6 +189,12 @@ def test_map_names_every_notebook():
     text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"])
     missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem != "index"]
     assert not missing, f"not in the map of nbs/index.ipynb: {missing}"
+
+
+def test_map_gives_the_minutes_that_the_notebooks_give():
+    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"])
+    for path, minutes in re.findall(r"\]\(([^)]+)\) \|.*\| (\d+) \|", text):
+        assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], f"{path}: run `make readme`"
 
 
 def test_glossary_is_in_order_and_says_where_each_word_is_explained():

@@ -1,6 +1,6 @@
 """Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains, to be killed."""
 
-import dataclasses, errno, json, math, os, signal, socket, subprocess, sys, time
+import dataclasses, errno, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import pytest

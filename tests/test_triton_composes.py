@@ -10,11 +10,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from scan_cases import DEVICE, TOLERANCE, assert_close, call, error, gradients, inputs, kernels, leaves
+from scan_cases import DEVICE, assert_close, call, error, gradients, inputs, kernels, leaves
 from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
-from longhorn_kit.scan.triton_op import triton_scan
 
 GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32

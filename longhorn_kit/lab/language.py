@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import claims
-from .data import HELD_OUT, Corpus, Sampler, get_tokenizer, prepare
+from .data import HELD_OUT, Corpus, Sampler, prepare
 from .recall import one_thread
 from .records import command_line, environment, read_json, to_plain, write_json
 from .training import TrainConfig, train

@@ -551,12 +551,12 @@ def draw_curves(
             curves = [run["held_out"] for run in record["results"]["runs"] if run["mixer"] == mixer and "loss" in run]
             millions = np.array(curves[0]["tokens"]) / 1e6
             plot_seeds(ax, millions, [curve[domain] for curve in curves], mixer)
-        lowest, late = min(line.get_ydata().min() for line in ax.get_lines()), millions >= millions[-1] / 3
+        lowest, late = min(line.get_ydata().min() for line in ax.get_lines()), millions >= millions[-1] / 2
         highest = max(line.get_ydata()[late].max() for line in ax.get_lines())
         ax.set(ylabel="held-out loss (nats a token)", title=domain,
                ylim=(lowest - 0.04 * (highest - lowest) - 1e-3, highest + 0.04 * (highest - lowest) + 1e-3))
         label_ends(ax)
-    axes[-1, 0].set(xlabel="training tokens (millions)", xlim=(millions[-1] / 3, None))
+    axes[-1, 0].set(xlabel="training tokens (millions)", xlim=(millions[-1] / 2, None))
     return fig
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-047
@@ -576,6 +576,7 @@ def draw_pairs(
     ax.axvline(0, color=INK, linestyle=":")
     ax.set_yticks(range(len(rows)), [LABELS[mixer] for mixer in reversed(rows)])
     ax.set(xlabel=f"lead over {LABELS[other]} with the same seed (nats a token)", ylim=(-0.6, len(rows) - 0.4))
+    ax.locator_params(axis="x", nbins=6)
     return fig
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-048
@@ -587,7 +588,7 @@ def figures(
         return []
     millions = record["settings"]["tokens"] / 1e6
     found = [(draw_curves(record), f"Held-out loss while {millions:,.1f} million tokens go by: mean and range of the seeds, "
-              "for the models with several; the first third is cut off.")]
+              "for the models with several; the first half is cut off.")]
     if losses(record, "mamba"):
         found.append((draw_pairs(record), "Differences between runs with the same seed, both domains together: a dot a seed, "
                       "a bar the mean. To the right is better than Mamba."))
@@ -793,7 +794,7 @@ def draw_throughput(
     "Tokens a second against context."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import COLORS, LABELS, label_ends
-    fig, ax = plt.subplots(figsize=(5.6, 4.2))
+    fig, ax = plt.subplots(figsize=(5.6, 5.2))
     rows = [row for row in record["rows"] if not row["compile"]]
     contexts = sorted({row["context"] for row in rows})
     for mixer in dict.fromkeys(row["mixer"] for row in rows):
@@ -803,5 +804,5 @@ def draw_throughput(
     ax.set_xscale("log", base=2)
     ax.set(xlabel="context (tokens)", ylabel="training tokens a second (thousands)", xticks=contexts,
            xticklabels=[f"{context:,}" for context in contexts], ylim=(0, None))
-    label_ends(ax, gap=0.05)
+    label_ends(ax, gap=0.045)
     return fig

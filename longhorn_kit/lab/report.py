@@ -298,10 +298,11 @@ def ledger_list_html(
     "Every claim with all that was found about it, one block a claim."
     blocks = {}
     for row in rows:
-        claim, found = row.claim, f" {inline(row.scale)}: {inline(row.ours)}" if row.ours else ""
+        claim, found = row.claim, " " + ": ".join(map(inline, filter(None, (row.scale, row.ours))))
         head = (f"<code><b>{escape(claim.name)}</b></code> {inline(claim.statement)} "
                 f"<span class=soft>{inline(claim.published)} ({inline(claim.source)})</span>")
-        blocks.setdefault(claim.name, [head]).append(f"<br>{verdict_html(row.verdict)}{found}")
+        command = f"<br><code>{escape(row.command)}</code>" if row.command else ""
+        blocks.setdefault(claim.name, [head]).append(f"<br>{verdict_html(row.verdict)}{found}{command}")
     return "".join(f"<p>{''.join(block)}</p>" for block in blocks.values())
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-043

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows',
            'own_random_state', 'evaluate', 'loss_of', 'softmax_gap', 'SlicedLoss', 'sliced_loss', 'LossOnly',
-           'features', 'compile_blocks', 'make_accelerator', 'sharded', 'Run', 'next_batch', 'train_step',
-           'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
-           'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
-           'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched',
-           'make_run', 'make_parts', 'make_validate', 'train', 'summary']
+           'features', 'compile_blocks', 'make_accelerator', 'Run', 'next_batch', 'train_step', 'TrainingDiverged',
+           'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes', 'finish_checkpoint',
+           'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of', 'record_attempt',
+           'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched', 'make_run', 'make_parts',
+           'make_validate', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
 import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
@@ -274,12 +274,6 @@ def make_accelerator(
     AcceleratorState._reset_state(reset_partial_state=alone)
     return Accelerator(mixed_precision=config.precision, cpu=config.cpu,
                        gradient_accumulation_steps=config.accumulate)
-
-def sharded(
-    accelerator, # of a run
-):
-    "Whether every process holds only a shard of the weights (FSDP)."
-    return "FSDP" in accelerator.distributed_type.name
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-037
 @dataclass

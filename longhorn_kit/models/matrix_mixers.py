@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .baselines import Attention, rotate, time_step_bias
+from .baselines import rotate, time_step_bias
 from .mixer import Mixer, causal_conv, check_size, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend

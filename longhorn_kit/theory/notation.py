@@ -36,7 +36,7 @@ SYMBOLS = {symbol.name: symbol for symbol in (
     Symbol("beta", r"\beta_t", "B,T,D", "step size in (0,1): weight of the pair", r"\beta_t", "dt"),
     Symbol("eps", r"\varepsilon_t", "B,T,D", "effective rate", r"\varepsilon_t, \Delta_t", "dt"),
     Symbol("S", "S_t", "B,D,N", "state: the memory", "S_t", "x, ssm_state (B,D,N)"),
-    Symbol("D_skip", "d", "D", "weight of the direct path from input to output", official="D (D)"),
+    Symbol("D_skip", r"D_\text{skip}", "D", "weight of the direct path from input to output", official="D (D)"),
     Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
     Symbol("out", "o_t", "B,T,D", "output: the gated read-out", official="out (B,D,L)"),
 )}
