@@ -900,14 +900,16 @@ def ledger_html(
     rows: list[Row],
 ) -> str:
     "The ledger as an HTML table; every verdict carries a class named after it."
-    left = lambda tag, cell: f'<{tag} style="text-align:left">{cell}</{tag}>'
+    left = lambda tag, cell, rows=1: f'<{tag} rowspan="{rows}" style="text-align:left;vertical-align:top">{cell}</{tag}>'
     head = map(partial(left, "th"), ("claim", "what the paper says", "what was found", "verdict"))
     lines = ['<table class="ledger">', f"<tr>{''.join(head)}</tr>"]
     for claim, found in _by_claim(rows):
-        for i, row in enumerate(found):
-            name, paper = (f"<code>{claim.name}</code>", escape(_paper(claim)).replace("\n", "<br>")) if not i else ("", "")
+        once = (f"<code>{claim.name}</code>", escape(_paper(claim)).replace("\n", "<br>"))
+        stated = "".join(left("td", cell, len(found)) for cell in once) # one tall cell beside all findings
+        for row in found:
             mark = f'<span class="verdict {row.verdict.replace(" ", "-")}">{escape(row.verdict)}</span>'
-            lines.append(f"<tr>{''.join(map(partial(left, 'td'), (name, paper, _found_html(row), mark)))}</tr>")
+            lines.append(f"<tr>{stated}{left('td', _found_html(row))}{left('td', mark)}</tr>")
+            stated = ""
     return "\n".join([*lines, "</table>"])
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-113

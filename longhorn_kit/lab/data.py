@@ -636,7 +636,7 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-072
-MARK_SECONDS = 30.0 # between two journals
+MARK_SECONDS = 5.0 # between two journals
 
 class Preparation:
     "The journal and the writers of a corpus in the making; goes on where an earlier one stopped."

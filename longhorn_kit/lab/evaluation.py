@@ -143,6 +143,9 @@ def harness_model(
     device: str | None = None,    # None: a GPU if there is one
 ):
     "A checkpoint as a model of lm-eval."
+    for name, value in (("context", context), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -254,7 +257,7 @@ def first_line(
 ) -> str:
     "What an exception says, short."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"
+    return f"{type(error).__name__}: {lines[0][:160]}".removesuffix(": ")
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-035
 def doubled(
@@ -312,7 +315,10 @@ def run_tasks(
     model = read_twice(lm) if reading == "twice" else lm
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        found = harness().evaluate(model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
+        try:
+            found = harness().evaluate(model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
+        except AssertionError as error: # how lm-eval says that a request cannot be put to this model
+            raise ValueError(first_line(error).removeprefix("AssertionError: ")) from error
     return metric_rows(found, reading)
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-041

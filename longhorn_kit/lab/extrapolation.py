@@ -16,7 +16,7 @@ import copy
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -123,13 +123,13 @@ def perplexities(
     config,       # ExtrapolationConfig
 ) -> dict:
     "Nats a token at every window length, with sliding windows, and by position in the longest."
-    context, found = config.context, {}
+    context, found, reset = config.context, {}, None
     total = config.windows * context * max(config.multiples)
     for multiple in config.multiples:
         length = context * multiple
         rows = max(1, config.tokens_at_once // min(length, config.chunk))
         losses = losses_at(model, tokens, length, total, config.chunk, rows)
-        reset = reset if found else losses
+        reset = losses if reset is None else reset
         found[length] = round(float(losses.mean(dtype=np.float64)), 5)
     return {"by_length": {"length": list(found), "nats": list(found.values())}, "position": by_position(losses),
             "added": added(losses, reset), "tokens": total,
@@ -355,8 +355,8 @@ GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SETTINGS = {
     "laptop": ExtrapolationConfig(256, LM_PRESETS["laptop"]),
     "gpu": ExtrapolationConfig(
-        1024, windows=32, chunk=1024, tokens_at_once=16384, needles=NEEDLES, taught=NEEDLES,
-        needle_lengths=GPU_LENGTHS, twice_lengths=GPU_LENGTHS[:-1], depths=(0.0, 0.25, 0.5, 0.75, 1.0), trials=30,
+        1024, windows=10, chunk=1024, tokens_at_once=16384, needles=NEEDLES, taught=NEEDLES,
+        needle_lengths=GPU_LENGTHS, twice_lengths=GPU_LENGTHS[:4], depths=(0.0, 0.25, 0.5, 0.75, 1.0), trials=10,
         teach_lengths=(256, 512, 1024), teach_steps=300, teach_lr=5e-4),
 }
 SCALES = tuple(SETTINGS)
@@ -432,6 +432,7 @@ def find_checkpoints(
                                 "language_grid.run leaves them")
     return found
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-045
 def load_checkpoint(
     mixer: str,  # as its folder says
     place: Path, # of the model
@@ -443,7 +444,7 @@ def load_checkpoint(
         raise ValueError(f"{place} holds a model with mixer {model.config.mixer}; its folder's name says {mixer}")
     return model
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-045
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
 def laptop_model(
     mixer: str,
     seed: int,
@@ -462,7 +463,7 @@ def laptop_model(
     run_model(mixer, seed, language, corpus, path)
     return load_checkpoint(mixer, path / "model")
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-047
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-048
 def noise_cache(
     model: SequenceLM, # an attention model
     length: int,
@@ -486,7 +487,7 @@ def step_time(
         times.append(1000 * (time.perf_counter() - begun))
     return round(min(times[1:]), 3)
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-048
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-049
 @torch.no_grad()
 def decoding(
     lengths: tuple, # increasing
@@ -512,7 +513,7 @@ def decoding(
         found["ms"][mixer], found["numbers"][mixer], found["read"][mixer] = times, sizes, done
     return found
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-049
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-050
 def draw_decoding(
     decode: dict, # from `decoding`
 ):
@@ -527,7 +528,7 @@ def draw_decoding(
         label_ends(ax)
     return fig
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-055
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-056
 def run(
     scale: str,           # a name in `SCALES`
     folder: str | Path,   # for results and record.json
@@ -555,7 +556,7 @@ def run(
                 found.append(measure_once(mixer, seed, load, texts, config, folder))
     return finished_record(scale, config, folder, texts.about(), found, left)
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-056
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
 def prepared(
     config: ExtrapolationConfig,
     folder: Path,
@@ -582,7 +583,7 @@ def prepared(
               for mixer, seed, place in sorted(places, key=lambda row: row[1])]
     return models, Texts(found.corpus.tokenizer, found.corpus.train, held_out)
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
 def finished_record(
     scale: str,
     config: ExtrapolationConfig,
@@ -599,7 +600,7 @@ def finished_record(
               "seconds": round(seconds, 1), "environment": environment(), "command": command_line()}
     return read_json(write_json(Path(folder) / "record.json", record))
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-059
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-060
 NAMES = claims.NAMES
 
 def growth(
@@ -611,19 +612,21 @@ def growth(
     rows = [model["text"][domain]["by_length"]["nats"] for model in record["results"]["models"] if model["mixer"] == mixer]
     return [math.expm1(nats[-1] - nats[0]) for nats in rows]
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-061
 def verdict(
     record: dict,
 ) -> tuple[str, str]: # (ours, "holds", "mixed" or "does not hold")
     "What the ledger says of a record."
     return claims.judge_extrapolation(record)
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-060
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-062
 def models_in(
     record: dict,
 ) -> list[str]:
     "The mixers of a record, in its order."
     return list(dict.fromkeys(model["mixer"] for model in record["results"]["models"]))
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-063
 def curves_of(
     record: dict,
     mixer: str,
@@ -632,6 +635,7 @@ def curves_of(
     "What `read` finds for each seed."
     return [read(model) for model in record["results"]["models"] if model["mixer"] == mixer]
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-064
 def _draw_lengths(
     record: dict,
     domain: str,
@@ -656,6 +660,7 @@ def _draw_lengths(
     label_ends(ax)
     return fig
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-065
 def _draw_positions(
     record: dict,
     domain: str,
@@ -680,7 +685,7 @@ def _draw_positions(
     label_ends(right)
     return fig
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-061
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-066
 def mean_map(
     record: dict,
     mixer: str,
@@ -692,12 +697,14 @@ def mean_map(
     measure = measure or ("written" if kind.endswith("taught") else "right")
     return np.mean(curves_of(record, mixer, lambda model: model["needles"][kind][reading][measure]), 0)
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-067
 def kinds_in(
     record: dict,
 ) -> list[str]:
     "The kinds of needle, those after lessons last."
     return list(record["results"]["models"][0]["needles"])
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-068
 def _draw_maps(
     record: dict,
     kind: str,
@@ -723,7 +730,7 @@ def _draw_maps(
     fig.colorbar(image, ax=axes, label="found", shrink=0.8)
     return fig
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-062
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-069
 def _meaning(
     record: dict,
     kind: str,
@@ -735,6 +742,7 @@ def _meaning(
                 f"{settings['teach_lengths'][-1]:,} tokens")
     return f"the answer has the best score of {settings['choices']}, so guessing gives {1 / settings['choices']:.3f}"
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-070
 def figures(
     record: dict,
 ) -> list[tuple]: # (Figure, caption)
@@ -758,7 +766,7 @@ def figures(
                   for reading in ("once", "twice")]
     return drawn
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-063
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-071
 def _shown(
     values: list[float],
     form: str = "{:.3f}",
@@ -783,7 +791,7 @@ def _perplexity_table(
     title = f"Perplexity a token on {domain}, by window length (trained on {record['results']['context']:,})"
     return title, ["model", *(f"{length:,}" for length in lengths), "longest / first", "sliding"], rows
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-064
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-072
 def _needle_table(
     record: dict,
     kind: str,
@@ -799,6 +807,7 @@ def _needle_table(
     title = f"Needles ({kind}) found, mean over depths: {_meaning(record, kind)}"
     return title, ["model", "read", *(f"{length:,}" for length in lengths)], rows
 
+# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-073
 def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 'ORDER', 'PAPER', 'KINDS', 'in_order',
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
-           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'end_with',
-           'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for', 'record_of',
-           'last_step', 'short_results', 'finished_record', 'losses', 'paired', 'spread', 'tokens_to_reach',
-           'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table', 'pair_table',
-           'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'time_step', 'timing_jobs', 'time_jobs',
-           'throughput', 'throughput_table', 'draw_throughput']
+           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
+           'end_with', 'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for',
+           'record_of', 'without_settings', 'last_step', 'short_results', 'finished_record', 'losses', 'paired',
+           'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'good_runs', 'draw_curves', 'draw_pairs', 'figures',
+           'tables', 'loss_table', 'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares',
+           'run_to_time', 'seconds_of', 'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record',
+           'throughput_table', 'draw_throughput']
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-003
 import gc
@@ -33,9 +34,12 @@ import torch
 
 from . import claims
 from .data import Corpus, file_documents, matching_files, prepare
-from .language import LM_PRESETS, LMPreset, check_same_model, model_config, new_model, save_lm
-from .mqar_grid import Results, Turns, busy, device_name, gpu_load, key_of, machine_of, visible_gpus
-from .records import append_jsonl, command_line, progress, read_json, read_jsonl, to_plain, write_json
+from .language import (
+    LM_PRESETS, LMPreset, check_same_model, model_config, new_model, save_lm)
+from .mqar_grid import (
+    Results, Turns, busy, device_name, gpu_load, key_of, machine_of, visible_gpus)
+from .records import (
+    append_jsonl, command_line, progress, read_json, read_jsonl, to_plain, write_json)
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
 from ..models.lm import count_parameters
@@ -89,8 +93,8 @@ def preset_of(
     "The preset of a run: its steps from the tokens, an eighth of them warm-up."
     recipe = grid.preset.train
     steps = max(2, grid.tokens // (recipe.batch_size * recipe.context))
-    recipe = replace(recipe, steps=steps, warmup=steps // 8, seed=seed, save_every=0, save_seconds=300, keep=1,
-                     eval_every=max(1, steps // grid.evaluations))
+    recipe = replace(recipe, steps=steps, warmup=steps // 8, seed=seed, keep=1, save_every=0,
+                     save_seconds=300, eval_every=max(1, steps // grid.evaluations))
     return replace(grid.preset, train=replace(recipe, **how))
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-014
@@ -142,10 +146,11 @@ def held_out_losses(
 ):
     "A function model -> {domain: nats a token, val_loss: mean over the tokens of all domains}."
     rows = max(1, config.batch_size // config.accumulate)
+    parts = {name: tokens for name, (tokens, _) in texts.domains.items()}
+    counts = {name: len(tokens) - 1 for name, tokens in parts.items()}
     def test(model):
         whole = LossOnly(model, config.loss_chunk)
-        found = {name: evaluate(whole, tokens, config.context, rows) for name, (tokens, _) in texts.domains.items()}
-        counts = {name: len(tokens) - 1 for name, (tokens, _) in texts.domains.items()}
+        found = {name: evaluate(whole, tokens, config.context, rows) for name, tokens in parts.items()}
         total = sum(found[name] * counts[name] for name in found) / sum(counts.values())
         return {f"held_out/{name}": loss for name, loss in found.items()} | {"val_loss": total}
     return test
@@ -171,8 +176,8 @@ def one_run(
     how: dict,     # see `preset_of`
 ) -> dict:
     "Train one model, going on from its last checkpoint, and say what came of it."
-    mixer, seed = job
-    place, preset, begun = Path(folder) / f"{mixer}-seed{seed}", preset_of(grid, seed, **how), time.monotonic()
+    (mixer, seed), begun = job, time.monotonic()
+    place, preset = Path(folder) / f"{mixer}-seed{seed}", preset_of(grid, seed, **how)
     config = model_config(preset, mixer, texts.corpus.tokenizer.vocab_size)
     check_same_model(place, config)
     model, test = new_model(config, seed), held_out_losses(texts, preset.train)
@@ -255,7 +260,7 @@ def note_failure(
     settings: dict, # of the job
     error: Exception,
 ):
-    "One line about a job that failed, in failed.jsonl and on the screen; leaves the process if its GPU is lost."
+    "One line about a failed job, in failed.jsonl and on the screen; ends the process if its GPU is lost."
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     append_jsonl(Path(folder) / "failed.jsonl", {"settings": settings, "error": text})
     print(f"{settings.get('mixer', 'a job')} failed: {text}", file=sys.stderr, flush=True)
@@ -275,12 +280,21 @@ def worker(
     try:
         if options["what"] == "time":
             return time_jobs(options, folder, deadline)
-        texts, grid = open_texts(options["data"], options["tokenizer"], folder / "tokens"), grid_from(options["grid"])
-        corpus = texts.corpus.index["source_sha256"]
-        do = lambda job: one_run(grid, job, texts, folder, options["how"]) | {"device": device_name(options["device"])}
-        take_turns(grid.jobs, lambda job: settings_of(grid, job, corpus), folder, do, deadline)
+        train_jobs(options, folder, deadline)
     except KeyboardInterrupt as stopped: # training says after which step
         print(stopped, file=sys.stderr, flush=True)
+
+def train_jobs(
+    options: dict, # of a worker
+    folder: Path,
+    deadline: float,
+):
+    "What a worker does that trains."
+    grid, name = grid_from(options["grid"]), device_name(options["device"])
+    texts = open_texts(options["data"], options["tokenizer"], folder / "tokens")
+    settings = lambda job: settings_of(grid, job, texts.corpus.index["source_sha256"])
+    do = lambda job: one_run(grid, job, texts, folder, options["how"]) | {"device": name}
+    take_turns(grid.jobs, settings, folder, do, deadline)
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-027
 def end_with(
@@ -400,8 +414,8 @@ def text_for(
     "The text of a grid; ValueError that says how to give one."
     data = data or os.environ.get("LONGHORN_TEXT") or grid.preset.data
     if data == "stdlib" and grid.preset.tokenizer != "bytes":
-        raise ValueError("this grid needs a text: set LONGHORN_TEXT (or data=) to a folder with NAME.train.txt.xz and "
-                         "NAME.val.txt.xz, or to files such as books/*.txt")
+        raise ValueError("this grid needs a text: set LONGHORN_TEXT (or data=) to a folder with "
+                         "NAME.train.txt.xz and NAME.val.txt.xz, or to files such as books/*.txt")
     return data
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-034
@@ -414,8 +428,7 @@ def record_of(
     "The record of what is finished in a folder, and what is not."
     summary, results = texts.summary(), Results(folder).refresh()
     found = [(job, results.found.get(key_of(settings_of(grid, job, summary["corpus"])))) for job in grid.jobs]
-    runs = [{"mixer": mixer, "seed": seed} | {name: value for name, value in row.items() if name != "settings"}
-            for (mixer, seed), row in found if row]
+    runs = [{"mixer": mixer, "seed": seed} | without_settings(row) for (mixer, seed), row in found if row]
     missing = [{"mixer": mixer, "seed": seed, "step": last_step(folder / f"{mixer}-seed{seed}")}
                for (mixer, seed), row in found if not row]
     failed = [{"mixer": row["settings"]["mixer"], "seed": row["settings"]["seed"], "error": row["error"]}
@@ -426,6 +439,12 @@ def record_of(
             "runs": runs, "not_run": missing, "failed": failed, "load": busy(folder),
             "devices": sorted({run["device"] for run in runs})},
         "environment": machine_of(folder), "command": command_line()}
+
+def without_settings(
+    row: dict, # of runs.jsonl
+) -> dict:
+    "The result alone."
+    return {name: value for name, value in row.items() if name != "settings"}
 
 def last_step(
     place: Path, # of a run
@@ -442,9 +461,9 @@ def short_results(
     good = [run for run in runs if "loss" in run]
     by = {mixer: sorted((run for run in good if run["mixer"] == mixer), key=lambda run: run["seed"])
           for mixer in dict.fromkeys(run["mixer"] for run in good)}
-    return {"bits_per_byte": {mixer: [run["bits_per_byte"] for run in mine] for mixer, mine in by.items()},
-            "seeds": {mixer: [run["seed"] for run in mine] for mixer, mine in by.items()},
-            "tokens_per_second": {mixer: mean(run["tokens_per_second"] for run in mine) for mixer, mine in by.items()}}
+    each = lambda name: {mixer: [run[name] for run in mine] for mixer, mine in by.items()}
+    speeds = {mixer: mean(values) for mixer, values in each("tokens_per_second").items()}
+    return {"bits_per_byte": each("bits_per_byte"), "seeds": each("seed"), "tokens_per_second": speeds}
 
 def finished_record(
     scale: str,
@@ -487,8 +506,9 @@ def paired(
 ORDER = (("longhorn", "mamba"), ("longhorn", "attention"), ("longhorn", "gla"), ("longhorn", "longhorn_scalar"),
          ("mamba", "mamba_input_a"), ("longhorn_exact", "longhorn"))
 PAPER = { # OpenWebText, 120M parameters; mamba_input_a: 350M. Validation loss, public review thread
-    ("longhorn", "mamba"): 3.238 - 3.225, ("longhorn", "attention"): 3.247 - 3.225, ("longhorn", "gla"): 3.381 - 3.225,
-    ("longhorn", "longhorn_scalar"): 3.262 - 3.225, ("mamba", "mamba_input_a"): 2.922 - 2.902}
+    ("longhorn", "mamba"): 3.238 - 3.225, ("longhorn", "attention"): 3.247 - 3.225,
+    ("longhorn", "gla"): 3.381 - 3.225, ("longhorn", "longhorn_scalar"): 3.262 - 3.225,
+    ("mamba", "mamba_input_a"): 2.922 - 2.902}
 
 def spread(
     values: list,
@@ -503,7 +523,7 @@ def tokens_to_reach(
     level: float,  # nats a token
     domain: str = "all",
 ) -> float | None: # None: never
-    "The number of tokens at which a held-out curve first falls to a level, between its points by straight lines."
+    "The number of tokens at which a held-out curve first falls to a level, by straight lines."
     points = list(zip(curve["tokens"], curve[domain]))
     for i, (tokens, loss) in enumerate(points):
         if loss <= level:
@@ -524,10 +544,10 @@ def efficiency(
 ) -> list: # for each common seed: the factor, or None where the level was never reached
     "How many times fewer tokens a model needs than another for the other's last loss, seed by seed."
     runs = {(run["mixer"], run["seed"]): run for run in record["results"]["runs"] if "loss" in run}
-    seeds = [seed for name, seed in runs if name == mixer and (other, seed) in runs]
-    reached = [(runs[other, seed], tokens_to_reach(runs[mixer, seed]["held_out"], runs[other, seed]["loss"]["all"]))
-               for seed in sorted(seeds)]
-    return [run["tokens"] / tokens if tokens else None for run, tokens in reached]
+    seeds = sorted(seed for name, seed in runs if name == mixer and (other, seed) in runs)
+    levels = [runs[other, seed]["loss"]["all"] for seed in seeds]
+    reached = [tokens_to_reach(runs[mixer, seed]["held_out"], level) for seed, level in zip(seeds, levels)]
+    return [runs[other, seed]["tokens"] / tokens if tokens else None for seed, tokens in zip(seeds, reached)]
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-046
 def models_in(
@@ -537,6 +557,14 @@ def models_in(
     found = {run["mixer"] for run in record["results"]["runs"] if "loss" in run}
     return sorted(found, key=lambda mixer: mean(losses(record, mixer).values()))
 
+def good_runs(
+    record: dict,
+    mixer: str,
+) -> list[dict]:
+    "The finished runs of a model that did not diverge."
+    return [run for run in record["results"]["runs"] if run["mixer"] == mixer and "loss" in run]
+
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-047
 def draw_curves(
     record: dict,
 ):
@@ -548,7 +576,7 @@ def draw_curves(
     fig, axes = plt.subplots(len(domains), 1, figsize=(5.6, 3.1 * len(domains)), sharex=True, squeeze=False)
     for ax, domain in zip(axes[:, 0], domains):
         for mixer in drawn:
-            curves = [run["held_out"] for run in record["results"]["runs"] if run["mixer"] == mixer and "loss" in run]
+            curves = [run["held_out"] for run in good_runs(record, mixer)]
             millions = np.array(curves[0]["tokens"]) / 1e6
             plot_seeds(ax, millions, [curve[domain] for curve in curves], mixer)
         lowest, late = min(line.get_ydata().min() for line in ax.get_lines()), millions >= millions[-1] / 2
@@ -559,7 +587,7 @@ def draw_curves(
     axes[-1, 0].set(xlabel="training tokens (millions)", xlim=(millions[-1] / 2, None))
     return fig
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-047
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-048
 def draw_pairs(
     record: dict,
     other: str = "mamba",
@@ -575,11 +603,12 @@ def draw_pairs(
         ax.plot([mean(leads)], [place], "|", color=COLORS[mixer], ms=16, mew=2)
     ax.axvline(0, color=INK, linestyle=":")
     ax.set_yticks(range(len(rows)), [LABELS[mixer] for mixer in reversed(rows)])
-    ax.set(xlabel=f"lead over {LABELS[other]} with the same seed (nats a token)", ylim=(-0.6, len(rows) - 0.4))
+    ax.set(xlabel=f"lead over {LABELS[other]} with the same seed (nats a token)",
+           ylim=(-0.6, len(rows) - 0.4))
     ax.locator_params(axis="x", nbins=6)
     return fig
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-048
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-049
 def figures(
     record: dict,
 ) -> list[tuple]: # (Figure, caption)
@@ -587,14 +616,16 @@ def figures(
     if not models_in(record):
         return []
     millions = record["settings"]["tokens"] / 1e6
-    found = [(draw_curves(record), f"Held-out loss while {millions:,.1f} million tokens go by: mean and range of the seeds, "
-              "for the models with several; the first half is cut off.")]
+    found = [(draw_curves(record),
+              f"Held-out loss while {millions:,.1f} million tokens go by: mean and range of the seeds, for the "
+              "models with several; the first half is cut off.")]
     if losses(record, "mamba"):
-        found.append((draw_pairs(record), "Differences between runs with the same seed, both domains together: a dot a seed, "
-                      "a bar the mean. To the right is better than Mamba."))
+        found.append((draw_pairs(record),
+                      "Differences between runs with the same seed, both domains together: a dot a seed, a bar "
+                      "the mean. To the right is better than Mamba."))
     return found
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-049
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-050
 def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)
@@ -608,14 +639,15 @@ def loss_table(
     from longhorn_kit.plots import LABELS
     results, rows = record["results"], []
     for mixer in models_in(record):
-        mine = [run for run in results["runs"] if run["mixer"] == mixer and "loss" in run]
-        each = [spread(list(losses(record, mixer, domain).values()), ".4f") for domain in (*results["domains"], "all")]
+        mine, domains = good_runs(record, mixer), (*results["domains"], "all")
+        each = [spread([run["loss"][domain] for run in mine], ".4f") for domain in domains]
         rows.append([LABELS[mixer], *each, len(mine), f"{mine[0]['parameters']:,}",
                      f"{mean(run['tokens_per_second'] for run in mine):,.0f}", mine[0]["engine"]["scan"]])
-    title = f"Held-out loss after {record['settings']['tokens']:,} tokens, nats a token: mean ± standard deviation over seeds"
+    title = (f"Held-out loss after {record['settings']['tokens']:,} tokens, nats a token: "
+             "mean ± standard deviation over seeds")
     return title, ["model", *results["domains"], "all", "seeds", "parameters", "tokens/s", "scan"], rows
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-050
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-051
 def pair_table(
     record: dict,
 ) -> tuple: # (title, header, rows)
@@ -630,7 +662,7 @@ def pair_table(
     header = ["statement", *(f"lead, {domain}" for domain in domains), "paired seeds", "here", "paper's lead"]
     return "Leads in nats a token, mean ± standard deviation over paired seeds", header, rows
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-051
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-052
 def efficiency_table(
     record: dict,
 ) -> tuple: # (title, header, rows)
@@ -652,12 +684,13 @@ def unfinished_table(
     "What the grid holds and the record does not."
     from longhorn_kit.plots import LABELS
     results = record["results"]
-    rows = [[LABELS[run["mixer"]], run["seed"], f"stopped after step {run['step']}" if run["step"] else "not run"]
-            for run in results["not_run"]]
-    rows += [[LABELS[run["mixer"]], run["seed"], run["diverged"]] for run in results["runs"] if "diverged" in run]
+    told = lambda run: f"stopped after step {run['step']}" if run["step"] else "not run"
+    rows = [[LABELS[run["mixer"]], run["seed"], told(run)] for run in results["not_run"]]
+    diverged = [run for run in results["runs"] if "diverged" in run]
+    rows += [[LABELS[run["mixer"]], run["seed"], run["diverged"]] for run in diverged]
     return "Not finished", ["model", "seed", "why"], rows
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-053
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-054
 KINDS = ( # what a kernel does, by its name; the first that fits
     ("convolution", r"^_conv"), ("compiled", r"^triton_"), ("attention", r"flash|fmha|sdpa|attention"),
     ("matrix products", r"gemm|nvjet|xmma|cutlass|cublas|splitk"), ("optimiser", r"adam|multi_tensor"),
@@ -667,9 +700,10 @@ def kind_of(
     kernel: str, # its name
 ) -> str:
     "What a kernel does, as far as its name tells."
-    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
+    name = kernel.lower()
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "pointwise and the rest")
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-055
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-056
 def shares(
     step,      # a function that takes one training step
     steps: int = 2,
@@ -682,52 +716,69 @@ def shares(
         torch.cuda.synchronize()
     spent = {}
     for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu and not getattr(event, "is_user_annotation", False):
             kind = kind_of(event.name)
             spent[kind] = spent.get(kind, 0) + event.self_device_time_total
     total = sum(spent.values()) or 1
     return {kind: round(value / total, 4) for kind, value in sorted(spent.items(), key=lambda pair: -pair[1])}
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-056
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-057
+def run_to_time(
+    preset: LMPreset,
+    mixer: str,
+    context: int,
+    compile: bool,
+    tokens: int, # of a step
+):
+    "A `Run` of the training loop on random tokens, and its model's config."
+    recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context,
+                     accumulate=1, compile=compile)
+    config = model_config(preset, mixer, 50257 if preset.tokenizer == "gpt2" else 256)
+    text = np.random.default_rng(0).integers(0, 256, 4 * tokens + 1).astype(np.uint16)
+    return make_run(new_model(config, 0).train(), text, None, recipe, None), config
+
+def seconds_of(
+    run,        # from `run_to_time`
+    steps: int,
+) -> float:
+    "How long so many training steps take, until the last is over."
+    begun = time.monotonic()
+    for _ in range(steps):
+        train_step(run)
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    run.pending.clear()
+    return time.monotonic() - begun
+
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-058
 def time_step(
     preset: LMPreset,
     mixer: str,
     context: int,
     compile: bool,
-    tokens: int,     # of a step
-    steps: int = 8,  # timed
-    warm: int = 4,   # before
+    tokens: int,    # of a step
+    steps: int = 8, # timed
+    warm: int = 4,  # before
 ) -> dict:
     "Tokens a second of a training step, its memory, and where its time goes."
-    recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context, accumulate=1, compile=compile)
-    config = model_config(preset, mixer, 50257 if preset.tokenizer == "gpt2" else 256)
-    text = np.random.default_rng(0).integers(0, 256, 4 * tokens + 1).astype(np.uint16)
-    model, begun = new_model(config, 0).train(), time.monotonic()
-    run = make_run(model, text, None, recipe, None)
+    run, config = run_to_time(preset, mixer, context, compile, tokens)
     on_gpu = run.accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    wait = lambda: (run.pending[-1][2].item(), run.pending.clear()) # what was begun must be over
-    for _ in range(warm):
-        train_step(run)
-    wait()
-    ready, started = time.monotonic() - begun, time.monotonic()
-    for _ in range(steps):
-        train_step(run)
-    run.pending[-1][2].item()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = (time.monotonic() - started) / steps
-    return {"parameters": count_parameters(config), "tokens_per_second": round(tokens / seconds),
-            "ms": round(1000 * seconds, 2), "ready_seconds": round(ready, 1), "engine": engine(run),
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None,
-            "shares": shares(lambda: train_step(run)) if on_gpu else {}}
+    ready, seconds = seconds_of(run, warm), seconds_of(run, steps) / steps
+    found = {"parameters": count_parameters(config), "tokens_per_second": round(tokens / seconds),
+             "ms": round(1000 * seconds, 2), "ready_seconds": round(ready, 1), "engine": engine(run)}
+    if not on_gpu:
+        return found | {"peak_gb": None, "shares": {}}
+    peak = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return found | {"peak_gb": peak, "shares": shares(lambda: train_step(run))}
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-057
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-059
 def timing_jobs(
     mixers, contexts, compiled, # as for `throughput`
 ) -> list[dict]:
-    "What is timed, most telling first: all mixers at the shortest context, then at the longer ones, then compiled."
+    "What is timed, most telling first: all mixers at the shortest context, at longer ones, then compiled."
     return [{"mixer": mixer, "context": context, "compile": compile}
             for compile in compiled for context in contexts for mixer in mixers]
 
@@ -743,7 +794,7 @@ def time_jobs(
     do = lambda job: time_step(preset, **job, tokens=options["tokens"]) | {"device": device}
     take_turns(options["jobs"], lambda job: job | fixed, folder, do, deadline)
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-058
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-060
 def throughput(
     folder: str | Path,   # for throughput.json
     mixers: tuple = (*MAIN, *SECOND, *OTHERS),
@@ -753,24 +804,32 @@ def throughput(
     tokens: int = 65536,  # of a step, whatever the context
     minutes: float = 9,   # when to stop, done or not
     cpu: bool = False,    # a rehearsal without a GPU
-    share: int | None = None, # use only so many GPUs; None: all
 ) -> dict:
     "Time a training step of every mixer, one at a time on each GPU; the record, also in throughput.json."
-    folder, begun = Path(folder), time.time()
-    chosen = LM_PRESETS[preset]
+    folder, begun, chosen = Path(folder), time.time(), LM_PRESETS[preset]
     grid = LanguageGrid(replace(chosen, train=replace(chosen.train, cpu=cpu)), tokens=0, jobs=())
-    jobs, devices = timing_jobs(mixers, contexts, compiled), devices_for("gpu", grid, 1)[:share]
+    jobs, devices = timing_jobs(mixers, contexts, compiled), devices_for("gpu", grid, 1)
     options = {"what": "time", "folder": str(folder), "grid": asdict(grid), "jobs": jobs, "tokens": tokens,
                "preset": preset, "deadline": begun + 60 * minutes - min(30, 6 * minutes)}
     machine_of(folder)
-    work_off(options, devices[:1] if cpu else devices, folder, len(jobs), "timings")
-    rows = [row["settings"] | {name: value for name, value in row.items() if name != "settings"}
-            for row in Results(folder).refresh().found.values()]
-    record = {"settings": {"preset": preset, "tokens": tokens}, "rows": rows, "failed": read_jsonl(folder / "failed.jsonl"),
-              "seconds": round(time.time() - begun, 1), "environment": machine_of(folder), "command": command_line()}
+    work_off(options, devices, folder, len(jobs), "timings")
+    return speed_record(folder, preset, tokens, time.time() - begun)
+
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-061
+def speed_record(
+    folder: Path,
+    preset: str,
+    tokens: int,    # of a step
+    seconds: float, # this time
+) -> dict:
+    "What was timed, in throughput.json."
+    rows = [row["settings"] | without_settings(row) for row in Results(folder).refresh().found.values()]
+    record = {"settings": {"preset": preset, "tokens": tokens}, "rows": rows, "seconds": round(seconds, 1),
+              "failed": read_jsonl(folder / "failed.jsonl"), "environment": machine_of(folder),
+              "command": command_line()}
     return read_json(write_json(folder / "throughput.json", record))
 
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-059
+# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-062
 def throughput_table(
     record: dict, # throughput.json
 ) -> tuple:       # (title, header, rows)
@@ -778,15 +837,18 @@ def throughput_table(
     from longhorn_kit.plots import LABELS
     found = {(row["mixer"], row["context"], row["compile"]): row for row in record["rows"]}
     columns = sorted({(context, compile) for _, context, compile in found})
-    header = ["model", *(f"{context:,}{', compiled' if compile else ''}" for context, compile in columns), "scan", "its share"]
+    titles = [f"{context:,}{', compiled' if compile else ''}" for context, compile in columns]
     rows = []
     for mixer in dict.fromkeys(mixer for mixer, _, _ in found):
-        row = next(found[key] for key in found if key[0] == mixer)
-        cells = [f"{found[mixer, *column]['tokens_per_second']:,}" if (mixer, *column) in found else "" for column in columns]
-        part = row["shares"].get("scan", row["shares"].get("attention"))
-        rows.append([row["tokens_per_second"], LABELS[mixer], *cells, row["engine"]["scan"], f"{100 * part:.0f} %" if part else ""])
+        mine = [found.get((mixer, *column)) for column in columns]
+        first = next(row for row in mine if row)
+        part = first["shares"].get("scan", first["shares"].get("attention"))
+        cells = [f"{row['tokens_per_second']:,}" if row else "" for row in mine]
+        rows.append([first["tokens_per_second"], LABELS[mixer], *cells, first["engine"]["scan"],
+                     f"{100 * part:.0f} %" if part else ""])
     title = f"Training tokens a second, {record['settings']['preset']}, by context"
-    return title, header, [row[1:] for row in sorted(rows, key=lambda row: -row[0])]
+    rows = [row[1:] for row in sorted(rows, key=lambda row: -row[0])]
+    return title, ["model", *titles, "scan", "its share"], rows
 
 def draw_throughput(
     record: dict, # throughput.json
@@ -799,8 +861,8 @@ def draw_throughput(
     contexts = sorted({row["context"] for row in rows})
     for mixer in dict.fromkeys(row["mixer"] for row in rows):
         mine = sorted((row for row in rows if row["mixer"] == mixer), key=lambda row: row["context"])
-        ax.plot([row["context"] for row in mine], [row["tokens_per_second"] / 1000 for row in mine], "o-", ms=3,
-                color=COLORS[mixer], label=LABELS[mixer])
+        speeds = [row["tokens_per_second"] / 1000 for row in mine]
+        ax.plot([row["context"] for row in mine], speeds, "o-", ms=3, color=COLORS[mixer], label=LABELS[mixer])
     ax.set_xscale("log", base=2)
     ax.set(xlabel="context (tokens)", ylabel="training tokens a second (thousands)", xticks=contexts,
            xticklabels=[f"{context:,}" for context in contexts], ylim=(0, None))

@@ -20,7 +20,6 @@ from pathlib import Path
 from unittest.mock import patch
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -311,7 +311,7 @@ def next_batch(
                          "they were made for different tokenizers")
     if device.type != "cuda":
         return [part.to(device) for part in batch]
-    return [part.pin_memory().to(device, non_blocking=True) for part in batch]
+    return [part.contiguous().pin_memory().to(device, non_blocking=True) for part in batch]
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-040
 def train_step(

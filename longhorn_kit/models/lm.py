@@ -236,7 +236,7 @@ class Decoder(Trunk):
             caches.append(new)
         return self.read_out(h), caches
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-034
+# %% ../../nbs/models/22_lm.ipynb #22_lm-035
 def sample_next(
     logits: Tensor,             # (B,V)
     temperature: float = 1.0,   # 0: the most probable token
@@ -253,7 +253,7 @@ def sample_next(
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
     return order.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-039
+# %% ../../nbs/models/22_lm.ipynb #22_lm-040
 def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
     "Raise a one-line `ValueError` for arguments that `SequenceLM.generate` cannot take."
     check_tokens(tokens, 2, vocab_size)
@@ -268,7 +268,7 @@ def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
     if top_p is not None and (not isinstance(top_p, (int, float)) or not 0 < top_p <= 1):
         raise ValueError(f"top_p is {top_p!r}; expected a number above 0 and at most 1")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-041
+# %% ../../nbs/models/22_lm.ipynb #22_lm-042
 class SequenceLM(Decoder):
     "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
 
@@ -299,7 +299,7 @@ class SequenceLM(Decoder):
         "The model in `folder`, in evaluation mode; an `OSError` or `ValueError` names a file at fault."
         return load_model(cls, folder, device, dtype)
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-047
+# %% ../../nbs/models/22_lm.ipynb #22_lm-048
 def write_whole(
     path: Path, # where the file shall be
     write,      # function that writes a file at the path that it is given
@@ -316,7 +316,7 @@ def write_whole(
     finally:
         part.unlink(missing_ok=True)
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-048
+# %% ../../nbs/models/22_lm.ipynb #22_lm-049
 def save_model(
     model: Trunk, # the model to save
     folder,       # where; made if it is not there
@@ -330,7 +330,7 @@ def save_model(
     write_whole(folder / "model.safetensors", lambda path: save_file(state, path, metadata))
     write_whole(folder / "config.json", lambda path: path.write_text(config + "\n", encoding="utf-8"))
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-050
+# %% ../../nbs/models/22_lm.ipynb #22_lm-051
 def read_config(
     path, # a JSON file
 ) -> LMConfig:
@@ -340,7 +340,7 @@ def read_config(
     except ValueError as error:
         raise ValueError(f"{path} is not a model's config: {error}") from error
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-051
+# %% ../../nbs/models/22_lm.ipynb #22_lm-052
 def read_weights(
     path,             # a safetensors file
     config: LMConfig, # the configuration beside it
@@ -358,7 +358,7 @@ def read_weights(
         raise ValueError(f"{path} was saved with another config than the config.json beside it")
     return state
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-052
+# %% ../../nbs/models/22_lm.ipynb #22_lm-053
 def check_state(
     state: dict,    # name -> tensor
     expected: dict, # name -> tensor of the right shape
@@ -375,7 +375,7 @@ def check_state(
             shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
             raise ValueError(f"{name} in {source} has shape {shape}; expected {wanted}")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-053
+# %% ../../nbs/models/22_lm.ipynb #22_lm-054
 def load_model(
     cls,         # `SequenceLM` or a subclass
     folder,      # what `save_model` wrote
@@ -392,7 +392,7 @@ def load_model(
     model.load_state_dict(state, assign=True)
     return model.to(device=device, dtype=dtype).eval()
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-056
+# %% ../../nbs/models/22_lm.ipynb #22_lm-057
 def official_name(
     name: str, # a parameter of `SequenceLM`
 ) -> str:      # the same parameter in the official code
@@ -402,7 +402,7 @@ def official_name(
     name = re.sub(r"^blocks\.", "layers.", re.sub(r"^norm\.", "norm_f.", name))
     return "backbone." + name.replace("mixer.b_proj.", "mixer.dt_head.").replace("mixer.D_skip", "mixer.D")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-057
+# %% ../../nbs/models/22_lm.ipynb #22_lm-058
 def load_official_state_dict(
     state_dict: dict, # name -> tensor, as the official code's Longhorn or Mamba model saves it
     config: LMConfig, # the model to load it into; no MLP
@@ -423,7 +423,7 @@ def load_official_state_dict(
     check_state(state, expected, "the official state dict")
     return {name: state[official_name(name)] for name in ours}
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-061
+# %% ../../nbs/models/22_lm.ipynb #22_lm-062
 def fill_mlp(
     config: LMConfig, # the model to adapt
     target: int,      # number of parameters to come near
@@ -433,7 +433,7 @@ def fill_mlp(
     free = (target - bare) / config.n_layer - config.d_model # an MLP brings a norm and 3 d_model d_mlp
     return replace(config, d_mlp=max(0, round(free / (3 * config.d_model))))
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-062
+# %% ../../nbs/models/22_lm.ipynb #22_lm-063
 def nearest_widths(
     config: LMConfig, # the model to adapt
     target: int,      # number of parameters to come near
@@ -450,7 +450,7 @@ def nearest_widths(
         low, high = (middle, high) if small else (low, middle)
     return [replace(config, d_model=unit * low), replace(config, d_model=unit * high)]
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-063
+# %% ../../nbs/models/22_lm.ipynb #22_lm-064
 def match_parameters(
     config: LMConfig,        # the model to adapt
     target: int,             # number of parameters to come near
