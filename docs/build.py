@@ -207,10 +207,10 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
-            if old.get("jupyter", {}).get("source_hidden"):
-                fold(cell, "Solution")
-            elif "code-fold" in marks:
+            if "code-fold" in marks:
                 fold(cell, marks.get("code-summary", "Code of the figure").strip().strip('"'))
+            elif old.get("jupyter", {}).get("source_hidden"):
+                fold(cell, "Solution")
             elif only_imports(cell["source"]):
                 fold(cell, "Imports")
         else:

@@ -3,6 +3,8 @@
 set -eu
 # Notebooks run side by side: threads that wait for each other by spinning would cost minutes.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+echo "== lint (ruff)"
+ruff check -q
 echo "== notebooks (nbdev_test)"
 nbdev_test --n_workers 2
 echo "== tests (pytest)"

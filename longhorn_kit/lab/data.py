@@ -321,8 +321,9 @@ class BPETokenizer:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids):
-        "The text of token ids."
-        return self.encoding.decode([int(i) for i in ids]).replace("<|endoftext|>", SEPARATOR)
+        "The text of token ids; ids past the vocabulary, which a model may have for padding, are nothing."
+        known = [int(i) for i in ids if i < self.vocab_size]
+        return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-042
 def gpt2_from_folder(

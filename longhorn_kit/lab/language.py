@@ -344,7 +344,10 @@ def train_lm(
     "Train a language model as `longhorn train-lm` does, and say what came of it."
     chosen = override(find_preset(preset), **overrides)
     mixer_options(mixer) # an unknown mixer is told before the text is prepared
-    corpus = prepare(data or chosen.data, chosen.tokenizer, fraction=chosen.fraction)
+    source, recipe = data or chosen.data, chosen.train
+    enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
+    corpus = prepare(source, chosen.tokenizer, fraction=chosen.fraction,
+                     tokens=enough if source.startswith("hf:") else None)
     model, result = fit(chosen, mixer, corpus, out)
     if not is_main_process():
         return result

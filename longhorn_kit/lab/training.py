@@ -357,6 +357,8 @@ def flush(
             raise TrainingDiverged(diverged_message(run, step, rate, loss, norm))
         lines.append({"step": step, "tokens": run.tokens(step), "loss": loss, "lr": rate,
                       "grad_norm": norm, "tokens_per_second": speed})
+    if run.accelerator.device.type == "cuda":
+        extra = extra | {"peak_bytes": torch.cuda.max_memory_allocated()}
     lines[-1] |= extra
     write_lines(run, lines)
     run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
