@@ -371,8 +371,8 @@ def chunk_length(
     form: str, # "exact", or the name of an elementwise form
     B: int, T: int, D: int, N: int,
 ) -> int:
-    "Steps a chunk: 32 for the exact form, else 8 to 64, a buffer of about half a million numbers."
-    steps = 32 if form == "exact" else min(64, max(8, 2**19 // max(1, B * D * N)))
+    "Steps a chunk: 32 for the exact form, else 8 to 64, a buffer of about 3 MB in float32."
+    steps = 32 if form == "exact" else min(64, max(8, 3 * 2**18 // max(1, B * D * N)))
     return max(1, min(steps, T))
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-055
