@@ -11,6 +11,7 @@ __all__ = ['REMOTE', 'LonghornConfig', 'map_cache', 'MixerCacheLayer', 'Longhorn
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
 
 import torch
 from torch import Tensor, nn
