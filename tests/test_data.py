@@ -67,7 +67,7 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
         ("blank.txt", b" \n\n", "is empty"),
         ("nul.txt", b"abc\0def", "not text: it contains NUL"),
         ("latin.txt", "caf\xe9".encode("latin-1"), "not UTF-8 text: byte 3"),
-        ("torn.gz", gzip.compress(b"x" * 10_000)[:-20], "cannot be decompressed"),
+        ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], "cannot be decompressed"),
         ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], "cannot be decompressed"),
         ("not.xz", b"plain text", "cannot be decompressed"),
         ("not.gz", b"plain text", "cannot be decompressed"),

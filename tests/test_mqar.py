@@ -212,8 +212,9 @@ def test_state_bytes_are_counted_by_hand():
 
 # The grid
 
-def fake(run, score):
-    return {"settings": run.settings(), "curve": {"steps": [1], "accuracy": [score]}, "accuracy": score}
+def fake(run, score, steps=None):
+    return {"settings": run.settings(), "curve": {"steps": [1], "accuracy": [score]}, "accuracy": score,
+            "steps": steps or run.steps}
 
 
 def test_other_seeds_run_only_with_the_best_learning_rate(tmp_path):
@@ -231,6 +232,18 @@ def test_other_seeds_run_only_with_the_best_learning_rate(tmp_path):
     late = (*grid.lrs, *grid.late_lrs)
     assert [run.lr for run in missing(first, late, grid, results)] == [0.001]
     assert agenda(grid)[-1] == (cells(grid)[-1], late)
+
+
+def test_no_learning_rate_is_tried_after_one_that_solves_the_task(tmp_path):
+    grid = replace(TINY, lrs=(0.1, 0.01, 0.5), late_lrs=(0.001,), seeds=(0, 1), all_lrs=False)
+    results, first = Results(tmp_path), cells(grid)[0]
+    todo = lambda lrs=grid.lrs: [(run.lr, run.seed) for run in missing(first, lrs, grid, results.refresh())]
+    assert todo() == [(0.1, 0)]               # one after another: the first may be enough
+    results.add(fake(first, 0.2))
+    assert todo() == [(0.01, 0)]
+    results.add(fake(replace(first, lr=0.01), 0.99, steps=first.steps - 1))
+    assert todo() == todo((*grid.lrs, *grid.late_lrs)) == [(0.01, 1)]
+    assert missing(first, grid.lrs, replace(grid, all_lrs=True), results)[0].lr == 0.5
 
 
 def test_a_run_is_taken_once_and_comes_back_when_its_process_dies(tmp_path):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'WORKER', 'LAPTOP', 'SIZES', 'MORE', 'STATES', 'GPU', 'PAPER', 'SETTINGS', 'SCALES', 'NAMES', 'TESTS',
-           'Stage', 'Grid', 'cells', 'first_run', 'has_state', 'key_of', 'Results', 'late_accuracy', 'best_run',
-           'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte', 'next_run', 'graphed', 'one_run', 'lane',
+           'Stage', 'Grid', 'cells', 'first_run', 'has_state', 'key_of', 'Results', 'late_accuracy', 'lrs_to_try',
+           'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte', 'next_run', 'graphed', 'one_run', 'lane',
            'note_failure', 'device_name', 'rounded', 'drive', 'work', 'grid_from', 'worker', 'start_workers',
            'gpu_load', 'watch', 'best_of_cell', 'cell_summary', 'thin', 'busy', 'record_of', 'machine_of',
            'settings_for', 'visible_gpus', 'run', 'finished_record', 'name_of', 'chosen', 'sizes_in', 'main_place',
@@ -51,6 +51,7 @@ class Grid:
     vocab: int = 8192         # V
     lrs: tuple = (2.2e-3, 1e-2, 4.6e-4) # learning rates, tried with the first seed
     late_lrs: tuple = (1e-4,) # tried when everything else is done
+    all_lrs: bool = True      # False: none after one that solves the task
     seeds: tuple = (0, 1, 2)  # the others only with the best learning rate
     tokens: int = 16384       # of a batch, unless that is more than `most_streams`
     most_streams: int = 256   # of a batch
@@ -120,6 +121,17 @@ def late_accuracy(
     curve = result["curve"]["accuracy"]
     return mean(curve[-max(1, len(curve) // 10):])
 
+def lrs_to_try(
+    first: Run,       # of a cell
+    lrs: tuple,       # learning rates, in order
+    grid: Grid,
+    results: Results,
+) -> tuple:
+    "All learning rates, or those up to the first that solved the task before its steps were over."
+    solved = (not grid.all_lrs and (row := results.of(replace(first, lr=lr))) and row["steps"] < first.steps
+              for lr in lrs)
+    return next((lrs[:i + 1] for i, done in enumerate(solved) if done), lrs)
+
 def best_run(
     first: Run,       # of a cell
     lrs: tuple,       # learning rates
@@ -137,8 +149,11 @@ def missing(
     grid: Grid,
     results: Results,
 ) -> list[Run]:
-    "What can be run now: a learning rate with the first seed, then the best one with the others."
+    "What can be run now: learning rates with the first seed, then the best one with the other seeds."
+    lrs = lrs_to_try(first, lrs, grid, results)
     todo = [run for lr in lrs if not results.of(run := replace(first, lr=lr))]
+    if todo and not grid.all_lrs: # the first may make the second needless
+        return todo[:1]
     if not todo:
         best = best_run(first, lrs, results)
         todo = [run for seed in grid.seeds[1:] if not results.of(run := replace(best, seed=seed))]
@@ -420,9 +435,10 @@ def best_of_cell(
 ) -> dict | None:
     "The runs of a cell in short, with the seeds there are; None while one of the first learning rates is missing."
     lrs = [lr for lr in (*grid.lrs, *grid.late_lrs) if results.of(replace(first, lr=lr))]
-    if not set(grid.lrs) <= set(lrs):
+    needed = lrs_to_try(first, grid.lrs, grid, results)
+    if not set(needed) <= set(lrs):
         return None
-    best = best_run(first, lrs, results)
+    best = best_run(first, lrs if needed == grid.lrs else needed, results)
     rows = [results.of(replace(best, seed=seed)) for seed in grid.seeds]
     rows = [row for i, row in enumerate(rows) if all(rows[:i + 1])] # up to the first that is missing
     tried = {f"{lr:g}": results.of(replace(first, lr=lr))["accuracy"] for lr in sorted(lrs)}
@@ -505,9 +521,9 @@ GPU = Grid(stages=(
     Stage(64, 4, 128), Stage(128, 8, 128),
     *(Stage(*size, 256) for size in (SIZES[2], SIZES[3], SIZES[0], SIZES[1])),
     *(Stage(*size, 512) for size in (SIZES[2], SIZES[3], SIZES[0], SIZES[1])),
-    *(Stage(*SIZES[2], d_model, models=MORE) for d_model in (64, 128))))
+    *(Stage(*SIZES[2], d_model, models=MORE) for d_model in (64, 128))), all_lrs=False)
 PAPER = replace(
-    GPU, lrs=(1e-4, 4.6e-4, 2.2e-3, 1e-2), late_lrs=(), tokens=131072, most_streams=512, steps=12500,
+    GPU, lrs=(1e-4, 4.6e-4, 2.2e-3, 1e-2), late_lrs=(), all_lrs=True, tokens=131072, most_streams=512, steps=12500,
     warmup=625, stages=(*(Stage(*size, d) for d in (64, 128, 256, 512) for size in SIZES), *STATES))
 SETTINGS = {"laptop": LAPTOP, "gpu": GPU, "paper": PAPER}
 SCALES = tuple(SETTINGS)
