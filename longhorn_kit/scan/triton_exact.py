@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .triton_diagonal import (
-    _aligned, _copy, _exp, _keys, _load, _mask, _one_stride, _reciprocal, _rows_apart, _steps8, _store, _wide_rate)
+    LOG2E, _aligned, _copy, _exp, _keys, _load, _mask, _one_stride, _reciprocal, _rows_apart, _steps8, _store, _wide_rate)
 from .triton_portable import RULES, PortablePlan, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
@@ -86,32 +86,44 @@ def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
         chunk = seq * ((T + 15) // 16 + EXTRA)
     return batch, start, row, length, chunk
 
+@gluon.jit
+def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
+    # 1 + |k|^2 of every step, in all rows of a (BD,C) tile: k times k is two bfloat16 exactly, and a product with ones sums them.
+    high = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $1, zero; }",
+                                     "=r,r", [kT], dtype=gl.bfloat16, is_pure=True, pack=2)
+    low = gl.inline_asm_elementwise("{ .reg .b32 minus; xor.b32 minus, $2, 0x80008000; fma.rn.bf16x2 $0, $1, $1, minus; }",
+                                    "=r,r,r", [kT, high], dtype=gl.bfloat16, is_pure=True, pack=2)
+    C: gl.constexpr = kT.shape[1]
+    R: gl.constexpr = 16 if NW == 1 and BD == 32 else BD                           # all rows are equal: 16 are enough
+    ones = gl.full([R, kT.shape[0]], 1.0, gl.bfloat16, LEFT)
+    kk = mma_v2(ones, low, gl.full([R, C], 1.0, gl.float32, MMA))
+    kk = mma_v2(ones, high, kk)
+    if R < BD:
+        kk = gl.convert_layout(gl.reshape(gl.permute(gl.join(kk, kk), (2, 0, 1)), [BD, C]), MMA)
+    return kk
+
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-028
 @gluon.jit(do_not_specialize=["T"])
 def _exact_fwd_kernel(
         x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, D8, sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8,
-        N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr,
+        N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr, READ: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
         PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
-    # Software pipeline over chunks of 16 steps. Region 1: substitution of chunk c, output of c-1, rates of c+1.
-    # Region 2: every matrix product. Copies run NS chunks ahead in a ring.
+    # Chunks of 16 steps. Region 1: substitution of chunk c, and what waits for nothing. Region 2: what needs its U.
+    # Copies run NS chunks ahead in a ring: after region 1 nobody reads a slot, so chunk c + NS goes where c was.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])        # a lane is a channel
-    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (BD // 4), BD // 4], [NW, 1], [1, 0])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BD // 8), BD // 8], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
-    # rows of 32 channels and rows of 16 steps, rotated so that both ways of reading them are free of bank conflicts
-    by_step: gl.constexpr = (
-        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32
-        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0]))
+    # rows of 16 steps, rotated so that no way of reading them makes two lanes wait for one bank
     by_channel: gl.constexpr = (
         gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]) if BD == 16
         else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
+    by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
@@ -119,40 +131,37 @@ def _exact_fwd_kernel(
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = D8 * 8
     sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sz_8, ONE_STRIDE)
-    dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
-    tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
-    oT = tT[:, None] * D + dT[None, :]
-    mD = dT[None, :] < D
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
     dC = (pd * BD + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
     oX = tC * sx + dC
     oB = tC * sb + dC
     oZ = tC * sz + dC
+    oY = tC * D + dC
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
     oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    dS = pd * BD + gl.arange(0, BD, gl.SliceLayout(1, MMA))
-    oS = dS[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, MMA))[None, :]
-    mS = dS[:, None] < D
+    dM = pd * BD + gl.arange(0, BD, gl.SliceLayout(1, MMA))
+    oS = dM[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, MMA))[None, :]
+    mS = dM[:, None] < D
     causal = gl.arange(0, C, gl.SliceLayout(1, MMA))[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
-    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
+    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
     if HAS_BIAS:
-        bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
+        bi = -LOG2E * _load(bias, dM, dM < D, RAGGED_D).to(gl.float32)[:, None]
     if HAS_SKIP:
-        ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
-    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
+        ds = _load(skip, dM, dM < D, RAGGED_D).to(gl.float32)[:, None]
+    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], by_step)
+    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], by_step)
     rk = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
-    rq = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
+    if READ:
+        rq = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
+        s_y = gl.allocate_shared_memory(out.dtype.element_ty, [C, BD], by_step)
     if HAS_Z:
-        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, C, BD], rows2)
-    s_x = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_e = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_y = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2)
-    s_ks = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, C, BD], by_step)
+    s_e = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+    s_r = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
     s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+    s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2)
     zU = gl.zeros([BD, C], gl.float32, LANE)
     zC = gl.zeros([C, C], gl.float32, MMA)
     zD = gl.zeros([BD, C], gl.float32, MMA)
@@ -168,7 +177,7 @@ def _exact_fwd_kernel(
     ckpt += chunk * N * D
     NC = (length + C - 1) // C
     last = gl.maximum(NC - 1, 0)
-    for i in gl.static_range(NS - 1):
+    for i in gl.static_range(NS):
         c = gl.minimum(last, i)
         c64 = c.to(gl.int64) * C
         mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
@@ -178,42 +187,58 @@ def _exact_fwd_kernel(
         if HAS_Z:
             _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
-        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
+        if READ:
+            _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         async_copy.commit_group()
-    async_copy.wait_group(NS - 3)
+    async_copy.wait_group(NS - 2)
     k0 = rk.index(0)
     k0T = k0.permute((1, 0)).load(RIGHT)
-    kf = k0.load(KEYS).to(gl.float32)
-    kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
-    s_x.store(rx.index(0).load(TILE).to(gl.float32))
-    s_e.store(_reciprocal(1.0 + kk + _exp(gl.minimum(-(rb.index(0).load(TILE).to(gl.float32) + bi), 40.0))))
+    vn = bi - LOG2E * rb.index(0).permute((1, 0)).load(MMA).to(gl.float32)
+    s_e.store(_reciprocal(_one_plus_square(k0T, BD, NW, MMA, LEFT) + gl.exp2(vn)))
     s_gram.store(mma_v2(k0.load(LEFT), k0T, zC))
-    Sh, Sl = _halves(S, LEFT)
+    Y = zD
+    xf = rx.index(0).permute((1, 0)).load(MMA).to(gl.float32)
     if HAS_H0:
+        Sh, Sl = _halves(S, LEFT)
         KS = mma_v2(Sl, k0T, zD)
-        s_ks.store(mma_v2(Sh, k0T, KS))
+        s_r.store(xf - mma_v2(Sh, k0T, KS))
+        if READ:
+            qT = rq.index(0).permute((1, 0)).load(RIGHT)
+            Y = mma_v2(Sl, qT, zD)
+            Y = mma_v2(Sh, qT, Y)
     else:
-        s_ks.store(zD)
-    s_y.store(gl.zeros([C, BD], gl.float32, TILE))
-    rx.index(NS - 1).store(gl.zeros([C, BD], x.dtype.element_ty, TILE))    # read as chunk -1, which does not exist
-    if HAS_Z:
-        rz.index(NS - 1).store(gl.zeros([C, BD], z.dtype.element_ty, TILE))
+        s_r.store(xf)
+    if READ:
+        s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY))    # read as chunk -1, which does not exist
     if SAVE:
         _store(ckpt, oS, S, mS, RAGGED_D)
+    async_copy.wait_group(NS - 2)                      # its barrier, here, saves one in every turn of the loop
+    here = length * 0
     for c in range(0, NC):
         # region 1
-        acc = _columns(s_x.permute((1, 0)).load(LANE) - s_ks.load(LANE), BD)
-        es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-        here = c % NS
-        before = (c + NS - 1) % NS
-        after = (c + 1) % NS
-        yt = s_y.load(TILE)
-        xp = rx.index(before).load(TILE).to(gl.float32)
-        kf = rk.index(after).load(KEYS).to(gl.float32)
-        xf = rx.index(after).load(TILE).to(gl.float32)
-        bf = rb.index(after).load(TILE).to(gl.float32)
+        acc = _columns(s_r.load(LANE), BD)
+        es = _columns(s_e.load(LANE), BD)
+        after = here + 1
+        after = gl.where(after == NS, 0, after)
+        kb = rk.index(here).load(RIGHT)
+        kn = rk.index(after)
+        knT = kn.permute((1, 0)).load(RIGHT)
+        xn = rx.index(after).permute((1, 0)).load(MMA)
+        bn = rb.index(after).permute((1, 0)).load(MMA)
+        if READ:
+            cp = gl.maximum(c - 1, 0)
+            mT = _mask(tC < length - cp * C, mC, RAGGED_T, RAGGED_D)
+            _store(out + cp.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or RAGGED_D)
+            khT = rk.index(here).permute((1, 0)).load(RIGHT)
+            QK = gl.where(causal, mma_v2(rq.index(here).load(LEFT), khT, zC), 0.0)
+            qT = rq.index(after).permute((1, 0)).load(RIGHT)
+            if HAS_SKIP:
+                Y += ds * rx.index(here).permute((1, 0)).load(MMA).to(gl.float32)
+        gram_next = mma_v2(kn.load(LEFT), knT, zC)
+        en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(bi - LOG2E * bn.to(gl.float32)))
         if HAS_Z:
-            zf = rz.index(before).load(TILE).to(gl.float32)
+            zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
+            gate = zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
         us = ()
         for j in gl.static_range(C):
             u = es[j] * acc[j]
@@ -227,65 +252,46 @@ def _exact_fwd_kernel(
                     else:
                         rest = rest + (acc[i],)
                 acc = rest
-        kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
-        ea = 1.0 + kk + _exp(gl.minimum(-(bf + bi), 40.0))
-        y = yt + ds * xp
-        if HAS_Z:                                      # one reciprocal serves the rate and the gate
-            eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
-            inverse = _reciprocal(ea * eb)
-            en = inverse * eb
-            y = y * (zf * (inverse * ea))
-        else:
-            en = _reciprocal(ea)
-        cp = gl.maximum(c - 1, 0)
-        _store(out + cp.to(gl.int64) * (C * D), oT, y, _mask(tT[:, None] < length - cp * C, mD, RAGGED_T, RAGGED_D), RAGGED_T or RAGGED_D)
         s_u.store(_from_columns(us, BD, LANE))
         # region 2
-        sk = rk.index(here)
-        sq = rq.index(here)
-        kn = rk.index(after)
-        qT = sq.permute((1, 0)).load(RIGHT)
-        kb = sk.load(RIGHT)
-        knT = kn.permute((1, 0)).load(RIGHT)
         Uh, Ul = _halves(s_u.load(LEFT), LEFT)
-        QK = gl.where(causal, mma_v2(sq.load(LEFT), sk.permute((1, 0)).load(RIGHT), zC), 0.0)
-        Y = mma_v2(Sl, qT, zD)
-        Y = mma_v2(Sh, qT, Y)
-        S = mma_v2(Ul, kb, S)
-        S = mma_v2(Uh, kb, S)
-        gram_next = mma_v2(kn.load(LEFT), knT, zC)
-        Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-        Y = mma_v2(Ul, Mh, Y)
-        Y = mma_v2(Uh, Ml, Y)
-        Y = mma_v2(Uh, Mh, Y)
-        Sh, Sl = _halves(S, LEFT)
-        KS = mma_v2(Sl, knT, zD)
-        KS = mma_v2(Sh, knT, KS)
-        if SAVE:
-            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, RAGGED_D)
-        s_x.store(xf)
         s_e.store(en)
         s_gram.store(gram_next)
-        s_ks.store(KS)
-        s_y.permute((1, 0)).store(Y)
-        async_copy.wait_group(NS - 4)
-        cn = gl.minimum(c + NS - 1, last)
+        cn = gl.minimum(c + NS, last)
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < length - cn * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - cn * C
-        _copy(rx.index(before), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(rb.index(before), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
+        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         if HAS_Z:
-            _copy(rz.index(before), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
-        _copy(rk.index(before), k + c64 * N, oK, mK, RAGGED_T)
-        _copy(rq.index(before), q + c64 * N, oK, mK, RAGGED_T)
+            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+        _copy(rk.index(here), k + c64 * N, oK, mK, RAGGED_T)
+        if READ:
+            _copy(rq.index(here), q + c64 * N, oK, mK, RAGGED_T)
         async_copy.commit_group()
-    final = last % NS
-    y = s_y.load(TILE) + ds * rx.index(final).load(TILE).to(gl.float32)
-    if HAS_Z:
-        zf = rz.index(final).load(TILE).to(gl.float32)
-        y = y * zf * _reciprocal(1.0 + _exp(gl.minimum(-zf, 40.0)))
-    _store(out + last.to(gl.int64) * (C * D), oT, y, _mask(tT[:, None] < length - last * C, mD, RAGGED_T, RAGGED_D), RAGGED_T or RAGGED_D)
+        S = mma_v2(Ul, kb, S)
+        S = mma_v2(Uh, kb, S)
+        Sh, Sl = _halves(S, LEFT)
+        KS = mma_v2(Sl, knT, zD)
+        KS = mma_v2(Sh, knT, KS)
+        if READ:
+            Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
+            Y = mma_v2(Ul, Mh, Y)
+            Y = mma_v2(Uh, Ml, Y)
+            Y = mma_v2(Uh, Mh, Y)
+            if HAS_Z:
+                Y = Y * gate
+            s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
+            Y = mma_v2(Sl, qT, zD)                     # S q of the next chunk
+            Y = mma_v2(Sh, qT, Y)
+        if SAVE:
+            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, RAGGED_D)
+        s_r.store(xn.to(gl.float32) - KS)
+        async_copy.wait_group(NS - 2)
+        here = after
+    if READ:
+        mT = _mask(tC < length - last * C, mC, RAGGED_T, RAGGED_D)
+        _store(out + last.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or RAGGED_D)
     _store(hT + seq * N * D, oS, S, mS, RAGGED_D)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-030
@@ -617,7 +623,7 @@ def _ring(
 ) -> int:
     "Slots in the ring of asynchronous copies."
     if direction == "forward":
-        return 6 if NP == 16 else 5
+        return 8 if NP == 16 else 4
     return 3 if NP == 16 and BD == 16 else 2
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
@@ -636,20 +642,21 @@ def exact_forward(
     initial_state: Tensor | None, # (n,D,N)
     cu_seqlens: Tensor | None,    # (n+1,)
     save: bool = True,            # write the checkpoints that the backward needs
+    read: bool = True,            # compute the output; False: only states, and an empty output
 ):
     "The fast exact forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,D,NP) fp32)."
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
     x, b = _aligned(x), _aligned(_wide_rate(b, x))
-    z = None if z is None else _aligned(z)
+    z = None if z is None or not read else _aligned(z)
     q, k = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     h0 = None if initial_state is None else _keys(initial_state, p.NP)
-    out, final = new(*x.shape, like=x.dtype), new(p.n_seq, p.D, p.NP)
+    out, final = new(*(x.shape if read else (0,)), like=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt, packed = new(p.chunks if save else 0, p.D, p.NP), cu_seqlens is not None
     _exact_fwd_kernel[(p.n_seq * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // 8,
-        *_steps8(x), *_steps8(b), *_steps8(z), N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p.NP, p.BD), SAVE=save,
-        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
+        *_steps8(x), *_steps8(b), *_steps8(z), N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p.NP, p.BD) if read else 4, SAVE=save,
+        READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
         PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 

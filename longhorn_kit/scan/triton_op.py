@@ -161,7 +161,8 @@ def _thicken(path, L, kept, k, x, b, b_bias, initial_state, cu_seqlens):
     if L:                                              # each stretch a sequence that starts from a kept state
         k, x, b = (t.reshape(-1, L, t.shape[-1]) for t in (k, x, b))
         initial_state = kept.transpose(1, 2)[..., : k.shape[-1]]
-    return forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens)[2]
+    bare = dict(read=False) if path == "exact" else {}     # states only
+    return forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-023
 @custom_op("longhorn_kit::scan", mutates_args=())
