@@ -431,7 +431,7 @@ def tasks(args):
     own, others = ([p for p in peers if (p.package == "torch") == mine] for mine in (True, False))
     early = [c for c in todo if c.section in ("options", "ragged", "memory", "N", "T")]
     late = [c for c in todo if c not in first and c not in early]
-    return first + own + ["decode"] * ("decode" in args.sections) + early + others + late
+    return first + own + ["decode"] * ("decode" in args.sections) + early + late + others
 
 
 def main(args, environment):

@@ -321,6 +321,11 @@ def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
     assert found["results"]["seeds"] == [0] and found["scale"] == "gpu" and set(found["results"]["top1"]) == set(lab.MODELS)
     titles = [title for title, _, _ in lab.tables(found)]
     assert len(titles) == 5 and len(lab.figures(found)) == 3
+    begun = lab.gpu_record(parts[:1], tmp_path / "begun.json")         # no DeiT yet
+    assert set(begun["results"]["top1"]) == {"longhorn", "longhorn_exact", "mamba"}
+    parts[0]["runs"] = parts[0]["runs"][:2]                             # nor Mamba
+    assert lab.verdict(lab.gpu_record(parts[:1], tmp_path / "begun.json"))[1] == "unfinished"
+    parts[0]["runs"][0] |= {"seed": 1}
     with pytest.raises(ValueError, match="no seed was finished by every model"):
         lab.gpu_record(parts[:1], tmp_path / "none.json")
 

@@ -380,6 +380,8 @@ def judge_vision(
     top1 = record["results"]["top1"] # name -> (seeds,)
     percent = {name: [100 * value for value in values] for name, values in top1.items()}
     ours = f"{scores_text(percent, '{:.1f}', reverse=True)} % top 1 on {record['results']['data']}"
+    if not {"longhorn", "mamba"} <= set(top1):
+        return ours, "unfinished"
     return ours, compare_seeds(top1["longhorn"], top1["mamba"], lower_is_better=False)
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-058
