@@ -25,7 +25,8 @@ sys.path[:0] = [str(ROOT)]   # the checkout, not another installed version
 
 RESULTS = ROOT / "kernels" / "results"
 WIDTHS = (512, 768, 1024, 2048)      # d_model of the presets small, owt-120m, owt-350m, slimpajama-1.3b
-TOKENS = (8192, 24576, 65536)        # in one part of a step
+TOKENS = (8192, 24576, 65536, 131072) # in one part of a step
+ODD = 776                            # d_model of longhorn_scalar as large as owt-120m: its products have odd sides
 VOCABULARY, SLICE = 50304, 8192      # of GPT-2, padded; tokens whose logits exist at a time
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)   # bytes of the whole tensor
@@ -44,6 +45,10 @@ def product_shapes(small=False):
             for K, N in layers:
                 shapes |= {(M, K, N), (M, N, K), (N, M, K)}
         shapes |= {(SLICE, d, VOCABULARY), (SLICE, VOCABULARY, d), (VOCABULARY, SLICE, d)}
+    rank = -(-ODD // 16)
+    for M in TOKENS:
+        for K, N in [(2 * ODD, rank + 32), (rank, 1)]:
+            shapes |= {(M, K, N), (M, N, K), (N, M, K)}
     return sorted(shapes)
 
 
@@ -94,14 +99,17 @@ def pointwise(device, small):
     M, d, V, S = (64, 32, 100, 64) if small else (24576, 768, VOCABULARY, SLICE)
     h, y = torch.randn(M, d, device=device), torch.randn(M, d, device=device).bfloat16()
     wide, weight = torch.randn(M, 2 * d, device=device).bfloat16(), torch.ones(d, device=device)
+    other, second, half = wide.clone(), h.clone(), wide[:, :d]
     logits = torch.randn(S, V, device=device)
     work = {
         "cast to bf16": (6 * M * d, lambda: h.bfloat16()),
         "cast to fp32": (6 * M * d, lambda: y.float()),
         "residual": (10 * M * d, lambda: h + y),
-        "add fp32": (12 * M * d, lambda: h + h),
-        "add bf16": (12 * M * d, lambda: wide + wide),
-        "join": (16 * M * d, lambda: torch.cat([wide, wide], -1)),
+        "add fp32": (12 * M * d, lambda: h + second),
+        "add bf16": (12 * M * d, lambda: wide + other),
+        "join": (16 * M * d, lambda: torch.cat([wide, other], -1)),
+        "silu of half a row": (4 * M * d, lambda: F.silu(half)),   # these two go one by one
+        "times half a row": (6 * M * d, lambda: half * y),
         "rms_norm": (8 * M * d, lambda: F.rms_norm(h, (d,), weight)),
         "silu times": (20 * M * d, lambda: F.silu(wide) * wide),   # two operations: 8 and 12
         "log_softmax": (8 * S * V, lambda: torch.log_softmax(logits, -1)),
