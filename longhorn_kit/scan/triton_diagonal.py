@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_portable import RULES, PortablePlan, _collect, _segment_owner
+from .triton_portable import RULES, PortablePlan, _cdiv, _collect, _segment_owner
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-029
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -663,7 +663,7 @@ def _diagonal_bwd_kernel(
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-048
 def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
-    D = 32 * triton.cdiv(D, 32)                          # a ragged width is cut like the next multiple
+    D = 32 * _cdiv(D, 32)                          # a ragged width is cut like the next multiple
     if direction == "forward":
         few, steps = B * D < 16384, 1024
     elif NP == 16:
@@ -686,12 +686,12 @@ def diagonal_plan(
     BD, warps = 32, NP // 16
     if direction == "forward":
         BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (32, 2)
-    LS = segment or (triton.cdiv(T, 16) + 1) * 16
-    per_sequence, alone = max(1, triton.cdiv(T, LS)), packed is None
+    LS = segment or (_cdiv(T, 16) + 1) * 16
+    per_sequence, alone = max(1, _cdiv(T, LS)), packed is None
     return PortablePlan(
         RULES["diagonal"], 2, NP, BD, warps, 8, True,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * triton.cdiv(T, 8) if alone else T // 8 + packed, segment > 0)
+        B * _cdiv(T, 8) if alone else T // 8 + packed, segment > 0)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-049
 @cache
@@ -729,7 +729,7 @@ def _steps8(t):
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-051
 def _own_and_carry(p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse):
     # What enters every segment (slots,N,D): each segment alone first, then the carries.
-    blocks = triton.cdiv(p.D, 32)
+    blocks = _cdiv(p.D, 32)
     carry, decay = (torch.empty(p.slots, p.NP, p.D, device=b.device, dtype=torch.float32) for _ in range(2))
     packed, segment = cu_seqlens is not None, (p.T, p.LS, p.per_sequence)
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
@@ -737,7 +737,7 @@ def _own_and_carry(p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse)
         *_steps8(b), *_steps8(z), *_steps8(drive), N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
         HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16)
-    blocks = triton.cdiv(p.NP * p.D, 128)
+    blocks = _cdiv(p.NP * p.D, 128)
     _diagonal_carry_kernel[(p.n_seq * blocks,)](
         carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP,
         HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=packed, num_warps=4)

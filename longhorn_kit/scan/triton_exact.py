@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .triton_diagonal import (
     LOG2E, _aligned, _copy, _exp, _keys, _load, _mask, _one_stride, _reciprocal, _rows_apart, _steps8, _store, _wide_rate)
-from .triton_portable import RULES, PortablePlan, _collect
+from .triton_portable import RULES, PortablePlan, _cdiv, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
 @gluon.jit
@@ -609,7 +609,7 @@ def exact_plan(
     few = B * D < FEW_WARPS if few is None else few
     NP, alone = max(16, triton.next_power_of_2(N)), packed is None
     forward = direction == "forward"
-    chunks = B * (triton.cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
+    chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
     tight = few or NP == 64                 # too few programs, or a state too wide for the registers of one warp
     return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16, False,

@@ -509,6 +509,10 @@ def _scan_bwd_kernel(
             tl.store(dh0_ptr + seq * N * D + dn, G, mask=mnd)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-025
+def _cdiv(a, b):
+    return -(-a // b)                                  # triton.cdiv, which kernels can call too, takes Python longer
+
+
 @dataclass(frozen=True)
 class PortablePlan:
     "Everything that a launch needs besides the tensors; a function of shapes and options alone."
@@ -517,7 +521,7 @@ class PortablePlan:
     kept: int = 0 # steps between the states that wait for the backward, if more than C
 
     @property
-    def blocks(self): return triton.cdiv(self.D, self.BD)
+    def blocks(self): return _cdiv(self.D, self.BD)
 
     @property
     def pair(self): return 2 if self.BD >= 64 and self.D % 2 == 0 else 1   # neighbouring channels of a lane
@@ -545,20 +549,20 @@ def portable_plan(
     C = min(kept, fastest)
     if segment is None:
         segment = SEGMENT if B * D < FEW_CHANNELS[direction] and (B == 1 or T > SEGMENT) else 0
-    segment = 0 if rule == "exact" else triton.cdiv(segment, kept) * kept
+    segment = 0 if rule == "exact" else _cdiv(segment, kept) * kept
     if block is None:
         block = 32
         if direction == "forward" and (rule == "diagonal" or not small or (rule == "decoupled" and segment)):
             block = 64
         elif direction == "forward" and rule == "exact" and B * D <= 8192:
             block = 16
-    LS = segment or (triton.cdiv(T, kept) + 1) * kept
-    per_sequence = max(1, triton.cdiv(T, LS))
+    LS = segment or (_cdiv(T, kept) + 1) * kept
+    per_sequence = max(1, _cdiv(T, LS))
     alone = packed is None
     return PortablePlan(
         RULES[rule], 3 if rule == "s6_timed" else 2, NP, block, max(1, NP // 32), C, C <= 8 and small,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * triton.cdiv(T, kept) if alone else T // kept + packed, segment > 0, kept)
+        B * _cdiv(T, kept) if alone else T // kept + packed, segment > 0, kept)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-029
 def _last_contiguous(t):
@@ -588,7 +592,7 @@ def portable_tokens(
     A = A if plan.width == 3 else None
     if plan.rows:
         block = max(1, 512 // plan.NP)
-        _token_kernel[(triton.cdiv(plan.rows, block),)](
+        _token_kernel[(_cdiv(plan.rows, block),)](
             k, q, k if A is None else A, tok, kk, plan.rows, plan.T, plan.N, *_strides(k), *_strides(q), *_strides(A),
             NP=plan.NP, ROWS=block, WIDTH=plan.width, num_warps=4)
     return tok, kk
@@ -645,7 +649,7 @@ def _stored(dtype):
 
 
 def _carry(p, carry, decay, edge, cu_seqlens, reverse):
-    blocks = triton.cdiv(p.N * p.D, 256)
+    blocks = _cdiv(p.N * p.D, 256)
     _carry_kernel[(p.n_seq * blocks,)](
         carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256,
         HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)
@@ -683,7 +687,7 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
         block = max(1, 256 // p.NP)
-        _sum_kernel[(triton.cdiv(p.rows, block), p.width)](
+        _sum_kernel[(_cdiv(p.rows, block), p.width)](
             dtok, dk, dq, dA_t, p.rows, dtok.shape[0], p.N, NP=p.NP, WIDTH=p.width, ROWS=block, num_warps=2)
     if A is not None:
         dA = (dA.sum(0) if p.width == 2 else dA_t).to(A.dtype)
@@ -696,9 +700,9 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
 def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
     # Checkpoints every C steps from those every `kept`: to the kernel these are the states that enter segments of `kept` steps.
     A = _across(A) if p.width == 2 else A
-    packed, each = cu_seqlens is not None, max(1, triton.cdiv(p.T, p.kept))
+    packed, each = cu_seqlens is not None, max(1, _cdiv(p.T, p.kept))
     cut = replace(p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each)
-    chunks = p.T // p.C + p.n_seq if packed else p.n_seq * triton.cdiv(p.T, p.C)
+    chunks = p.T // p.C + p.n_seq if packed else p.n_seq * _cdiv(p.T, p.C)
     dense = torch.empty(chunks, p.N, p.D, device=x.device, dtype=torch.float32)
     owner = _segment_owner(cut, cu_seqlens) if packed else None
     _scan_fwd_kernel[(cut.slots * cut.blocks,)](
