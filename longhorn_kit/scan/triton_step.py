@@ -129,6 +129,6 @@ def triton_step(
     if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
         if unwatched():
             return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z), changed(state)
-        return _step_(*args), state
-    out, after = (_fresh_step if unwatched() else _step)(*args)
+        return torch.ops.longhorn_kit.step_.default(*args), state # by name: see `triton_conv`
+    out, after = (_fresh_step if unwatched() else torch.ops.longhorn_kit.step.default)(*args)
     return out, state.copy_(after) if inplace else after
