@@ -7,8 +7,8 @@ __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
            'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
            'end_with', 'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for',
-           'record_of', 'without_settings', 'last_step', 'short_results', 'finished_record', 'losses', 'paired',
-           'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'good_runs', 'draw_curves', 'draw_pairs', 'figures',
+           'record_of', 'without_settings', 'last_step', 'short_results', 'finished_record', 'good_runs', 'losses',
+           'paired', 'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures',
            'tables', 'loss_table', 'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares',
            'run_to_time', 'seconds_of', 'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record',
            'throughput_table', 'draw_throughput']
@@ -479,14 +479,20 @@ def finished_record(
     return read_json(write_json(folder / name, record))
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-040
+def good_runs(
+    record: dict,
+    mixer: str,
+) -> list[dict]:
+    "The finished runs of a model that did not diverge."
+    return [run for run in record["results"]["runs"] if run["mixer"] == mixer and "loss" in run]
+
 def losses(
     record: dict,
     mixer: str,
     domain: str = "all", # or the name of one
 ) -> dict[int, float]:   # seed -> nats a token
     "The held-out loss at the end of every run of a model."
-    return {run["seed"]: run["loss"][domain] for run in record["results"]["runs"]
-            if run["mixer"] == mixer and "loss" in run}
+    return {run["seed"]: run["loss"][domain] for run in good_runs(record, mixer)}
 
 def paired(
     record: dict,
@@ -556,13 +562,6 @@ def models_in(
     "The models with a finished run, best first."
     found = {run["mixer"] for run in record["results"]["runs"] if "loss" in run}
     return sorted(found, key=lambda mixer: mean(losses(record, mixer).values()))
-
-def good_runs(
-    record: dict,
-    mixer: str,
-) -> list[dict]:
-    "The finished runs of a model that did not diverge."
-    return [run for run in record["results"]["runs"] if run["mixer"] == mixer and "loss" in run]
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-047
 def draw_curves(

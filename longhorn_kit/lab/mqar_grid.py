@@ -434,11 +434,10 @@ def best_of_cell(
     results: Results,
 ) -> dict | None:
     "The runs of a cell in short, with the seeds there are; None while one of the first learning rates is missing."
-    lrs = [lr for lr in (*grid.lrs, *grid.late_lrs) if results.of(replace(first, lr=lr))]
-    needed = lrs_to_try(first, grid.lrs, grid, results)
-    if not set(needed) <= set(lrs):
+    lrs = tuple(lr for lr in (*grid.lrs, *grid.late_lrs) if results.of(replace(first, lr=lr)))
+    if not set(lrs_to_try(first, grid.lrs, grid, results)) <= set(lrs):
         return None
-    best = best_run(first, lrs if needed == grid.lrs else needed, results)
+    best = best_run(first, lrs_to_try(first, lrs, grid, results), results)
     rows = [results.of(replace(best, seed=seed)) for seed in grid.seeds]
     rows = [row for i, row in enumerate(rows) if all(rows[:i + 1])] # up to the first that is missing
     tried = {f"{lr:g}": results.of(replace(first, lr=lr))["accuracy"] for lr in sorted(lrs)}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .triton_portable import INTERPRETED
+from .triton_portable import INTERPRETED, _cdiv
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -291,7 +291,7 @@ def conv_plan(
     "Block sizes for a shape. Outputs and gradients of inputs do not depend on them, not even in the last bit."
     BD = min(128, max(32, triton.next_power_of_2(D)))
     L, enough = 64, 8192 if direction == "forward" else 2048
-    while L > 16 and B * triton.cdiv(T, L) * triton.cdiv(D, BD) < enough:
+    while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
         L //= 2
     if direction == "forward":
         return ConvPlan(L, 8, BD)
@@ -311,7 +311,7 @@ def _kept(dtype):
 def _slots(steps, x, cu_seqlens):
     # Number of sequences, slots of a sequence (if not packed), all slots, and the sequence that each belongs to (if packed).
     B, T, _ = x.shape
-    each = max(1, triton.cdiv(T, steps))
+    each = max(1, _cdiv(T, steps))
     if cu_seqlens is None:
         return B, each, B * each, None
     n = len(cu_seqlens) - 1
@@ -337,7 +337,7 @@ def conv_forward(
     p = plan or conv_plan(B, T, D)
     n, each, slots, owner = _slots(p.L, x, cu_seqlens)
     new = lambda *s: torch.empty(s, device=x.device, dtype=_kept(x.dtype))
-    y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), triton.cdiv(D, p.BD)
+    y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
         _conv_fwd_kernel[(slots * blocks,)](
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
@@ -359,7 +359,7 @@ def conv_backward(
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward")
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
-    blocks, packed = triton.cdiv(D, p.BD), cu_seqlens is not None
+    blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
     dx = torch.empty(x.shape, device=x.device, dtype=_kept(x.dtype))
     dw = torch.empty(slots, W + 1, D, device=x.device, dtype=torch.float32)
     dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_kept(initial.dtype))
@@ -443,8 +443,8 @@ def conv_step(x_t, past, after, weight, bias, silu):
     BD = min(256, max(32, triton.next_power_of_2(D)))
     y = torch.empty(B, D, device=x_t.device, dtype=_kept(x_t.dtype))
     if B * D:
-        _conv_step_kernel[(B * triton.cdiv(D, BD),)](
-            x_t, weight, bias if bias is None else bias.contiguous(), past, y, after, D, triton.cdiv(D, BD), x_t.stride(0),
+        _conv_step_kernel[(B * _cdiv(D, BD),)](
+            x_t, weight, bias if bias is None else bias.contiguous(), past, y, after, D, _cdiv(D, BD), x_t.stride(0),
             W=weight.shape[1], SILU=silu, BD=BD, HAS_BIAS=bias is not None, num_warps=max(1, BD // 128))
     return y.to(x_t.dtype)
 

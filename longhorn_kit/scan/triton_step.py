@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .triton_conv import changed, unwatched
-from .triton_portable import INTERPRETED, RULES, S6, S6_TIMED, _advance, _rate, _sigmoid
+from .triton_portable import INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _rate, _sigmoid
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
@@ -61,7 +61,7 @@ def step_block(
     "Channels of a program of one warp: 1024 numbers of the state, fewer where that would leave the GPU empty."
     NP = triton.next_power_of_2(N)
     block = max(1, 1024 // NP)
-    while block > 8 and (B * triton.cdiv(D, block) < 1024 or block >= 2 * D):
+    while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
         block //= 2
     return block
 
@@ -78,8 +78,8 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
     out = torch.empty(B, D, device=x.device, dtype=torch.float32 if INTERPRETED else x.dtype)
     block = step_block(B, D, N)
     if B * D:
-        _step_kernel[(B * triton.cdiv(D, block),)](
-            q, k, x, b, z, A, bias, skip, state, after, out, D, N, triton.cdiv(D, block),
+        _step_kernel[(B * _cdiv(D, block),)](
+            q, k, x, b, z, A, bias, skip, state, after, out, D, N, _cdiv(D, block),
             q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
             RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, B_SCALAR=b.shape[-1] == 1 and D > 1,
             HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, num_warps=1)
