@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from .mixer import Mixer, ScanMixer, check_size, register_mixer
 from ..scan.op import selective_scan, selective_step
@@ -82,22 +83,34 @@ class MambaInputA(ScanMixer):
         dt_t, A_t = F.linear(low_t, self.dt_proj.weight), self.rates(x_t)[:, None]
         return selective_step(q_t, k_t, x_t, dt_t, A_t, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-025
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-026
+def _rotary(start: Tensor, steps: int, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # (B or 1,1,steps,half): cosines and sines of the angles by which positions from `start` on are turned
+    options = dict(device=start.device, dtype=torch.float32)
+    frequency = base ** (-torch.arange(half, **options) / half)
+    position = start[:, None, None, None] + torch.arange(steps, **options)[:, None]
+    angle = position * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@custom_op("longhorn_kit::rotary", mutates_args=())(_rotary).register_fake
+def _(start, steps, half, base, dtype):
+    return tuple(start.new_empty(start.shape[0], 1, steps, half, dtype=dtype) for _ in range(2))
+
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
 def rotate(
-    x: Tensor,           # (B,H,T,P) queries or keys
+    x: Tensor,           # (...,B,H,T,P) queries, keys or both
     start,               # position of the first token: a number, or (B,) one a sequence
     base: float = 1e4,   # how much slower the slowest pair turns than the fastest
-) -> Tensor:             # (B,H,T,P)
+) -> Tensor:             # (...,B,H,T,P)
     "Rotary positions: the pair (i, i + P/2) of every vector turned by position / base^(2i/P)."
-    half, options = x.shape[-1] // 2, dict(device=x.device, dtype=torch.float32)
-    frequency = base ** (-torch.arange(half, **options) / half)
-    start = torch.as_tensor(start, device=x.device).reshape(-1, 1, 1, 1)
-    angle = (start + torch.arange(x.shape[2], **options)[:, None]) * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
+    a, b = x.chunk(2, -1)
+    start = torch.as_tensor(start, device=x.device).reshape(-1)
+    tables = torch.ops.longhorn_kit.rotary.default if torch.compiler.is_compiling() else _rotary
+    cos, sin = tables(start, x.shape[-2], a.shape[-1], base, x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-028
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-030
 def mask_options(
     steps: int,   # new tokens
     past: int,    # cached tokens
@@ -109,13 +122,13 @@ def mask_options(
     mask = torch.ones(steps, past + steps, dtype=torch.bool, device=device)
     return {"attn_mask": mask.tril(past)}
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-031
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-033
 class AttentionCache(NamedTuple):
     "Keys and values of every token so far; it grows by one column a token."
     k: Tensor # (B,H,T,P) rotated keys
     v: Tensor # (B,H,T,P) values
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-032
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-034
 def default_heads(
     d_model: int, # width of the residual stream
 ) -> int:         # number of heads
@@ -125,7 +138,7 @@ def default_heads(
         raise ValueError(f"d_model is {d_model}; rotary positions need an even size")
     return d_model // min(sizes, key=lambda size: abs(math.log(size / 64)))
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-033
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-035
 @register_mixer("attention")
 class Attention(Mixer):
     "Causal attention with rotary positions, (B,T,d_model) -> (B,T,d_model)."
@@ -148,9 +161,9 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def run(self, x, cache=None, keep_cache=False):
-        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
-        q, k = rotate(q, past, self.rope_base), rotate(k, past, self.rope_base)
+        (q, k), v = rotate(qkv[:2], past, self.rope_base), qkv[2]
         if past:
             k, v = torch.cat([cache.k.to(k.dtype), k], 2), torch.cat([cache.v.to(v.dtype), v], 2)
         y = F.scaled_dot_product_attention(q, k, v, **mask_options(q.shape[2], past, q.device))
