@@ -10,7 +10,7 @@ from longhorn_kit.scan import triton_op
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 FORMS = ("diagonal", "exact")
-SHAPES = [(2, 64, 64, 16), (2, 67, 40, 16), (1, 300, 136, 16), (3, 33, 8, 5), (1, 1, 24, 1), (2, 16, 2048, 16), (1, 2500, 72, 16)]
+SHAPES = [(2, 64, 64, 16), (2, 67, 40, 16), (1, 300, 136, 16), (3, 33, 8, 5), (1, 1, 24, 1), (2, 16, 2048, 16), (1, 2500, 72, 16), (2, 67, 132, 16), (1, 40, 134, 5)]
 
 
 @pytest.fixture(autouse=True)

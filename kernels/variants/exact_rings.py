@@ -27,7 +27,7 @@ def run(shape, rings, few):
     a, _, dout, _ = inputs(B, T, D, N, "exact")
     plans = [triton_exact.exact_plan(B, T, D, N, None, way, few=few) for way in ("forward", "backward")]
     def with_ring(f):
-        triton_exact._ring = lambda NP, BD, direction="forward": rings.get(direction) or default_ring(NP, BD, direction)
+        triton_exact._ring = lambda plan, direction="forward": rings.get(direction) or default_ring(plan, direction)
         try:
             return f()
         finally:

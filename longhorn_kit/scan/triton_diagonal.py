@@ -52,12 +52,12 @@ def _mask(rows, columns, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr):
 
 
 @gluon.jit
-def _rows_apart(D, sx_8, sb_8, sz_8, sg_8, ONE_STRIDE: gl.constexpr):
+def _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Row strides of x, b, z and their gradients; when all are contiguous they share the registers of one.
     if ONE_STRIDE:
         return D, D, D, D
     else:
-        return sx_8 * 8, sb_8 * 8, sz_8 * 8, sg_8 * 8
+        return sx_v * VEC, sb_v * VEC, sz_v * VEC, sg_v * VEC
 
 
 @gluon.jit
@@ -157,9 +157,9 @@ def _tile_out(sy, x, z, skip, out, offsets, mask, PARTS: gl.constexpr, HAS_Z: gl
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-039
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_fwd_kernel(
-        x, b, z, k, q, bias, skip, h0, cu, owner, out, ckpt, hT, carry, T, LS, SLOTS, ND, D8,
-        sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8,
-        N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, SEGMENTED: gl.constexpr,
+        x, b, z, k, q, bias, skip, h0, cu, owner, out, ckpt, hT, carry, T, LS, SLOTS, ND, DV,
+        sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
+        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, SEGMENTED: gl.constexpr,
         SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
         PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # One program: BD channels of one segment. NW warps share its states, each lane N / NW of them.
@@ -181,8 +181,8 @@ def _diagonal_fwd_kernel(
     pd = pid % ND
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, 8, PACKED)
     hi = gl.minimum(lo + LS, length)
-    D = D8 * 8
-    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sz_8, ONE_STRIDE)
+    D = DV * VEC
+    sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sz_v, VEC, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -219,9 +219,9 @@ def _diagonal_fwd_kernel(
     else:
         if HAS_H0:
             S = _load(h0 + seq * N * D, dn, mS, True).to(gl.float32)
-    x += batch * (sx_b8 * 8) + (start + lo) * sx
-    b += batch * (sb_b8 * 8) + (start + lo) * sb
-    z += batch * (sz_b8 * 8) + (start + lo) * sz
+    x += batch * (sx_bv * VEC) + (start + lo) * sx
+    b += batch * (sb_bv * VEC) + (start + lo) * sb
+    z += batch * (sz_bv * VEC) + (start + lo) * sz
     out += (row + lo) * D
     k += (row + lo) * N
     q += (row + lo) * N
@@ -266,8 +266,8 @@ def _diagonal_fwd_kernel(
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-041
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_adjoint_kernel(
-        b, z, v, k, q, bias, cu, owner, carry, decay, T, LS, SLOTS, ND, D8, sb_b8, sb_8, sz_b8, sz_8, sv_b8, sv_8,
-        N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, REVERSE: gl.constexpr,
+        b, z, v, k, q, bias, cu, owner, carry, decay, T, LS, SLOTS, ND, DV, sb_bv, sb_v, sz_bv, sz_v, sv_bv, sv_v,
+        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, REVERSE: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr,
         RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # A segment's own state, or with REVERSE its own adjoint, as if nothing entered it; and its product of gates.
@@ -290,8 +290,8 @@ def _diagonal_adjoint_kernel(
         left = gl.where(lo == 0, 0, left)              # the last segment in its direction: no carry needs it
     else:
         left = gl.where(lo + LS >= length, 0, left)
-    D = D8 * 8
-    sx, sb, sz, sg = _rows_apart(D, sb_8, sb_8, sz_8, sv_8, ONE_STRIDE)
+    D = DV * VEC
+    sx, sb, sz, sg = _rows_apart(D, sb_v, sb_v, sz_v, sv_v, VEC, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -317,9 +317,9 @@ def _diagonal_adjoint_kernel(
     sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
     G = gl.zeros([N, BD], gl.float32, STATE)
     A = gl.full([N, BD], 1.0, gl.float32, STATE)
-    b += batch * (sb_b8 * 8) + (start + lo) * sb
-    z += batch * (sz_b8 * 8) + (start + lo) * sz
-    v += batch * (sv_b8 * 8) + (start + lo) * sg
+    b += batch * (sb_bv * VEC) + (start + lo) * sb
+    z += batch * (sz_bv * VEC) + (start + lo) * sz
+    v += batch * (sv_bv * VEC) + (start + lo) * sg
     k += (row + lo) * N
     q += (row + lo) * N
     chunks = (left + C - 1) // C
@@ -414,14 +414,14 @@ def _rotated(steps, N):
 
 
 @gluon.jit
-def _put_pair(parts, h, later, sooner):
-    # Two steps' parts at once: a store to shared memory costs a barrier before the next one.
-    parts.index(h).store(gl.permute(gl.join(sooner, later), (2, 0, 1)))
+def _pair(sooner, later):
+    return gl.permute(gl.join(sooner, later), (2, 0, 1))
 
 
 @gluon.jit
-def _four_steps(S, G, t0, se, sx, sd, sk, sq, px, pe, py, pq, pk, HAS_Z: gl.constexpr):
+def _four_steps(S, G, t0, se, sx, sd, sk, sq, px, pe, py, pq0, pk0, pq1, pk1, HAS_Z: gl.constexpr):
     # Four steps forward, their states kept in registers, then back with (2) to (4). A lane sums what it holds.
+    # Every buffer is written once: before a second store the compiler puts a barrier.
     N: gl.constexpr = S.shape[0]
     BD: gl.constexpr = S.shape[1]
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
@@ -456,19 +456,21 @@ def _four_steps(S, G, t0, se, sx, sd, sk, sq, px, pe, py, pq, pk, HAS_Z: gl.cons
         vks = vks + (gl.sum(gl.reshape(eG * (2.0 * r - x1), [N, BD // 4, 4]), 2),)
         G = G - kn * ekG
         S = Sp
-        if j % 2 == 1:
-            _put_pair(pq, 1 - j // 2, vqs[j - 1], vqs[j])
-            _put_pair(px, 1 - j // 2, vxs[j - 1], vxs[j])
-            _put_pair(pe, 1 - j // 2, ves[j - 1], ves[j])
-            _put_pair(pk, 1 - j // 2, vks[j - 1], vks[j])
+        if j == 1:
+            pq1.store(_pair(vqs[1], vqs[0]))
+            pk1.store(_pair(vks[1], vks[0]))
+    px.store(_stack4((vxs[3], vxs[2], vxs[1], vxs[0])))
+    pe.store(_stack4((ves[3], ves[2], ves[1], ves[0])))
+    pq0.store(_pair(vqs[3], vqs[2]))
+    pk0.store(_pair(vks[3], vks[2]))
     return S, G
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-046
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_bwd_kernel(
         x, b, z, g, k, q, bias, skip, dhT, cu, owner, ckpt, carry, dx, db, dz, dtok, dbias, dskip, dh0,
-        T, LS, SLOTS, ND, D8, rows, sx_b8, sx_8, sb_b8, sb_8, sz_b8, sz_8, sg_b8, sg_8,
-        N: gl.constexpr, NW: gl.constexpr, SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
+        T, LS, SLOTS, ND, DV, rows, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
+        VEC: gl.constexpr, N: gl.constexpr, NW: gl.constexpr, SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
         HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # One program: 32 channels of one segment, 16 states a warp. Chunks of 8 steps from their checkpoint, in two halves.
     C: gl.constexpr = 8
@@ -481,23 +483,25 @@ def _diagonal_bwd_kernel(
     NL: gl.constexpr = N // 4                          # lanes along n, along d
     DL: gl.constexpr = 8
     OD: gl.constexpr = 4 // NW if NW < 4 else 1
-    HALF: gl.constexpr = gl.BlockedLayout([1, OD], [OD, 32 // OD], [NW, 1], [1, 0])
-    PARTS: gl.constexpr = gl.BlockedLayout([1, NL, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = (gl.BlockedLayout([1, NL, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0]) if NW <= 4
+                           else gl.BlockedLayout([1, NL // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0]))
+    HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, DL], [2, 16, 1], [1, NW, 1], [2, 1, 0])
+    STEPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIRS))
+    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0])    # keys, with a tile's rows
     OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
     rows3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pairs4: gl.constexpr = _rotated(4, N)
-    pairs2: gl.constexpr = _rotated(2, N)
+    pairs: gl.constexpr = _rotated(2, N)
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     left = gl.minimum(lo + LS, length) - lo
-    D = D8 * 8
-    sx, sb, sz, sg = _rows_apart(D, sx_8, sb_8, sz_8, sg_8, ONE_STRIDE)
+    D = DV * VEC
+    sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -517,7 +521,7 @@ def _diagonal_bwd_kernel(
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
     oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    tQ = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None]
+    tQ = gl.arange(0, 2, STEPS)[:, None]
     oQ = tQ * (2 * N) + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :]
     cx = gl.allocate_shared_memory(x.dtype.element_ty, [C, BD], rows2)
     cb = gl.allocate_shared_memory(b.dtype.element_ty, [C, BD], rows2)
@@ -539,17 +543,17 @@ def _diagonal_bwd_kernel(
     sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
     px = gl.allocate_shared_memory(gl.float32, [4, NL, BD], rows3)
     pe = gl.allocate_shared_memory(gl.float32, [4, NL, BD], rows3)
-    pq = gl.allocate_shared_memory(gl.float32, [4, N, DL], pairs4)
-    pk = gl.allocate_shared_memory(gl.float32, [4, N, DL], pairs4)
-    px2 = px._reinterpret(gl.float32, [2, 2, NL, BD], rows3)
-    pe2 = pe._reinterpret(gl.float32, [2, 2, NL, BD], rows3)
-    pq2 = pq._reinterpret(gl.float32, [2, 2, N, DL], pairs2)
-    pk2 = pk._reinterpret(gl.float32, [2, 2, N, DL], pairs2)
+    pq0 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
+    pk0 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
+    pq1 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
+    pk1 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
     se4 = se._reinterpret(gl.float32, [2, 4, BD], rows2)
     sx4 = sx_._reinterpret(gl.float32, [2, 4, BD], rows2)
     sd4 = sd._reinterpret(gl.float32, [2, 4, BD], rows2)
     sm4 = sm._reinterpret(gl.float32, [2, 4, BD], rows2)
-    sk4 = sk._reinterpret(gl.float32, [2, 4, N], rows2)
+    sk2 = sk._reinterpret(gl.float32, [4, 2, N], rows2)
+    fe = gl.allocate_shared_memory(gl.float32, [4], rows1)
+    fe2 = fe._reinterpret(gl.float32, [2, 2], rows1)
     py = px
     if HAS_Z:
         sf = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
@@ -561,10 +565,10 @@ def _diagonal_bwd_kernel(
     else:
         if HAS_DHT:
             G = _load(dhT + seq * N * D, dn, mS, True).to(gl.float32)
-    x += batch * (sx_b8 * 8) + (start + lo) * sx
-    b += batch * (sb_b8 * 8) + (start + lo) * sb
-    z += batch * (sz_b8 * 8) + (start + lo) * sz
-    g += batch * (sg_b8 * 8) + (start + lo) * sg
+    x += batch * (sx_bv * VEC) + (start + lo) * sx
+    b += batch * (sb_bv * VEC) + (start + lo) * sb
+    z += batch * (sz_bv * VEC) + (start + lo) * sz
+    g += batch * (sg_bv * VEC) + (start + lo) * sg
     k += (row + lo) * N
     q += (row + lo) * N
     dx += (row + lo) * D
@@ -595,7 +599,7 @@ def _diagonal_bwd_kernel(
         ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, HALF))[None, :]
         if HAS_BIAS:
             bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-        kf = ck.load(KEYS).to(gl.float32)
+        kf = ck.load(SUMS).to(gl.float32)
         kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
         em = _exp(gl.minimum(-(cb.load(TILE).to(gl.float32) + bi), 80.0))
         gf = cg.load(TILE).to(gl.float32)
@@ -610,7 +614,7 @@ def _diagonal_bwd_kernel(
             sd.store(gf)
         sx_.store(cx.load(TILE).to(gl.float32))
         sk.store(kf)
-        sq.store(cq.load(KEYS).to(gl.float32))
+        sq.store(cq.load(SUMS).to(gl.float32))
         S = cS.load(STATE)
         cn = gl.maximum(c - 1, 0)
         c64 = cn.to(gl.int64) * C
@@ -634,9 +638,13 @@ def _diagonal_bwd_kernel(
                 S = cS.load(STATE)
                 _copy(cS, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
                 async_copy.commit_group()
-            S, G = _four_steps(S, G, t0, se1, sx1, sd1, sk1, sq1, px2, pe2, py, pq2, pk2, HAS_Z)
+            S, G = _four_steps(S, G, t0, se1, sx1, sd1, sk1, sq1, px, pe, py, pq0, pk0, pq1, pk1, HAS_Z)
             mO = _mask(tO < left - c * C - t0, mD, RAGGED_T, RAGGED_D)
             o64 = c.to(gl.int64) * (C * D) + t0 * D
+            dq0 = gl.sum(pq0.load(PAIRS), 2)
+            dk0 = gl.sum(pk0.load(PAIRS), 2)
+            dq1 = gl.sum(pq1.load(PAIRS), 2)
+            dk1 = gl.sum(pk1.load(PAIRS), 2)
             xf = sx4.index(1 - back).load(HALF)
             dy = sd4.index(1 - back).load(HALF)
             if HAS_Z:
@@ -649,12 +657,17 @@ def _diagonal_bwd_kernel(
             _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
             abi += dv
             ads += dy * xf
-            dkk = gl.convert_layout(gl.sum(fall * e2, 1), gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None]
-            mQ = (tQ < left - c * C - t0)
+            fe.store(gl.sum(fall * e2, 1))
+            even = fe2.index(0).load(STEPS)[:, None]
+            odd = fe2.index(1).load(STEPS)[:, None]
             t64 = c.to(gl.int64) * (C * 2 * N) + t0 * 2 * N
-            _store(dtok + t64 + N, oQ, gl.sum(pq.load(PAIRS), 2), mQ, RAGGED_T)
-            dk = gl.sum(pk.load(PAIRS), 2) - 2.0 * sk4.index(1 - back).load(gl.SliceLayout(2, PAIRS)) * dkk
-            _store(dtok + t64, oQ, dk, mQ, RAGGED_T)
+            mQ = (tQ < left - c * C - t0)
+            _store(dtok + t64 + N, oQ, dq0, mQ, RAGGED_T)
+            _store(dtok + t64, oQ, dk0 - 2.0 * sk2.index(2 - 2 * back).load(gl.SliceLayout(2, PAIRS)) * even, mQ, RAGGED_T)
+            mQ = (tQ < left - c * C - t0 - 2)
+            t64 += 4 * N
+            _store(dtok + t64 + N, oQ, dq1, mQ, RAGGED_T)
+            _store(dtok + t64, oQ, dk1 - 2.0 * sk2.index(3 - 2 * back).load(gl.SliceLayout(2, PAIRS)) * odd, mQ, RAGGED_T)
     gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(abi, 0), mask=dO < D)
     gl.store(dskip + slot.to(gl.int64) * D + dO, gl.sum(ads, 0), mask=dO < D)
     if (lo == 0) & (length >= 0):
@@ -665,7 +678,7 @@ def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
     D = 32 * _cdiv(D, 32)                          # a ragged width is cut like the next multiple
     if direction == "forward":
-        few, steps = B * D < 16384, 1024
+        few, steps = B * D <= 4096, 256
     elif NP == 16:
         few, steps = B * D < 131072, 256 if B * D < 32768 else 128
     else:
@@ -702,12 +715,17 @@ def _largest_state():
 
 def diagonal_takes(D: int, N: int) -> bool:
     "Whether the fast diagonal kernels take this width and state size; the others go to the portable kernels."
-    return D % 8 == 0 and (N <= 64 or N <= _largest_state())
+    return D % 2 == 0 and (N <= 64 or N <= _largest_state())
 
 
-def _aligned(t):
-    # Rows of 16 bytes that start at multiples of 16: what the wide loads and asynchronous copies need.
-    good = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
+def _vector(D):
+    # Elements of a row that one copy may take: rows are a multiple of these apart. Asynchronous copies take 4 bytes at least.
+    return 8 if D % 8 == 0 else 4 if D % 4 == 0 else 2
+
+
+def _aligned(vec, t):
+    # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: what wide loads and asynchronous copies need.
+    good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
     return t if good else t.contiguous()
 
 
@@ -723,18 +741,18 @@ def _one_stride(D, *tensors):
     return all(t is None or t.stride(1) == D for t in tensors)
 
 
-def _steps8(t):
-    return (0, 0) if t is None else (t.stride(0) // 8, t.stride(1) // 8)
+def _steps(t, vec):
+    return (0, 0) if t is None else (t.stride(0) // vec, t.stride(1) // vec)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-051
-def _own_and_carry(p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse):
+def _own_and_carry(vec, p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse):
     # What enters every segment (slots,N,D): each segment alone first, then the carries.
     blocks = _cdiv(p.D, 32)
     carry, decay = (torch.empty(p.slots, p.NP, p.D, device=b.device, dtype=torch.float32) for _ in range(2))
     packed, segment = cu_seqlens is not None, (p.T, p.LS, p.per_sequence)
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
-        b, b if z is None else z, drive, k, q, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // 8,
-        *_steps8(b), *_steps8(z), *_steps8(drive), N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
+        b, b if z is None else z, drive, k, q, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
+        *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
         HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16)
     blocks = _cdiv(p.NP * p.D, 128)
@@ -756,20 +774,21 @@ def diagonal_forward(
     save: bool = True,            # write the checkpoints that the backward needs
 ):
     "The fast diagonal forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks, padded N, D) fp32)."
+    vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    x, b = _aligned(x), _aligned(_wide_rate(b, x))
-    z = None if z is None else _aligned(z)
+    x, b = _aligned(vec, x), _aligned(vec, _wide_rate(b, x))
+    z = None if z is None else _aligned(vec, z)
     q, k = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     h0 = None if initial_state is None else _keys(initial_state, p.NP)
     out, final = new(*x.shape, like=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt, packed = new(p.chunks if save else 0, p.NP, p.D), cu_seqlens is not None
     owner = _segment_owner(p, cu_seqlens) if packed else None
-    carry = _own_and_carry(p, b, x, None, k, k, bias, h0, cu_seqlens, owner, False) if p.segmented else None
+    carry = _own_and_carry(vec, p, b, x, None, k, k, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // 8, *_steps8(x), *_steps8(b), *_steps8(z),
-        N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
+        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
+        VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
         RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
@@ -781,9 +800,10 @@ def diagonal_backward(
     cu_seqlens: Tensor | None,
 ):
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `diagonal_forward`."
+    vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    xa, ba, ga = _aligned(x), _aligned(_wide_rate(b, x)), _aligned(dout)
-    za = None if z is None else _aligned(z)
+    xa, ba, ga = _aligned(vec, x), _aligned(vec, _wide_rate(b, x)), _aligned(vec, dout)
+    za = None if z is None else _aligned(vec, z)
     qa, ka = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     edge = None if dfinal is None else _keys(dfinal, p.NP)
@@ -793,12 +813,12 @@ def diagonal_backward(
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.slots, p.D), new(p.slots, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens) if packed else None
-    carry = _own_and_carry(p, ba, ga, za, ka, qa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
+    carry = _own_and_carry(vec, p, ba, ga, za, ka, qa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
     _diagonal_bwd_kernel[(p.slots * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // 8, p.rows, *_steps8(xa), *_steps8(ba), *_steps8(za), *_steps8(ga),
-        N=p.NP, NW=p.warps, SEGMENTED=p.segmented, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
+        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
+        VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
         HAS_Z=z is not None, HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
