@@ -56,7 +56,7 @@ def test_the_operation_is_well_formed(form, options, path):
     a, *_ = arguments(form, (1, T, D, N), **options)
     bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=DEVICE) if options else None
     spacing = 16 if options else 0
-    args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True)
+    args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True, "")
     # In a packed batch some slots for kept states stay unwritten; the last of the four checks would compare them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_op._scan, args, test_utils=checks[:3] if options else checks)

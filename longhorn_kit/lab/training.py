@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows',
            'own_random_state', 'evaluate', 'loss_of', 'softmax_gap', 'SlicedLoss', 'sliced_loss', 'LossOnly',
-           'features', 'compile_blocks', 'make_accelerator', 'Run', 'next_batch', 'train_step', 'TrainingDiverged',
-           'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes', 'finish_checkpoint',
-           'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of', 'record_attempt',
-           'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched', 'make_run', 'make_parts',
-           'make_validate', 'train', 'summary']
+           'features', 'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'train_step',
+           'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
+           'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
+           'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched',
+           'make_run', 'make_parts', 'make_validate', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
 import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
@@ -272,8 +272,20 @@ def make_accelerator(
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    return Accelerator(mixed_precision=config.precision, cpu=config.cpu,
-                       gradient_accumulation_steps=config.accumulate)
+    accelerator = Accelerator(mixed_precision=config.precision, cpu=config.cpu,
+                              gradient_accumulation_steps=config.accumulate)
+    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
+        keep_float32(plugin)
+    return accelerator
+
+def keep_float32(
+    plugin, # Accelerate's FullyShardedDataParallelPlugin
+):
+    "With FSDP2, let only weights be bf16; Accelerate would also hand on the stream and sum gradients in it."
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-037
 @dataclass

@@ -668,6 +668,7 @@ def _diagonal_bwd_kernel(
             t64 += 4 * N
             _store(dtok + t64 + N, oQ, dq1, mQ, RAGGED_T)
             _store(dtok + t64, oQ, dk1 - 2.0 * sk2.index(3 - 2 * back).load(gl.SliceLayout(2, PAIRS)) * odd, mQ, RAGGED_T)
+    async_copy.wait_group(0)                           # the sums use memory that a copy of the last chunk may still fill
     gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(abi, 0), mask=dO < D)
     gl.store(dskip + slot.to(gl.int64) * D + dO, gl.sum(ads, 0), mask=dO < D)
     if (lo == 0) & (length >= 0):

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
+from .. import __version__
 from .op import CHECKPOINTS, check_choice
 from .triton_portable import INTERPRETED, portable_backward, portable_forward, portable_plan
 
@@ -168,7 +169,7 @@ def _thicken(path, L, kept, k, x, b, b_bias, initial_state, cu_seqlens):
 @custom_op("longhorn_kit::scan", mutates_args=())
 def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
           A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-          form: str, checkpoint_every: int, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+          form: str, checkpoint_every: int, save: bool, kernels: str) -> tuple[Tensor, Tensor, Tensor]:
     path = scan_path(form, q, k, x, checkpoint_every)
     plan, forward, _ = _path_kernels(path, form, checkpoint_every)
     L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
@@ -178,7 +179,7 @@ def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_s
 
 
 @_scan.register_fake
-def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save):
+def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels):
     path = scan_path(form, q, k, x, checkpoint_every)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
     state = dict(portable=(plan.N, plan.D), diagonal=(plan.NP, plan.D), exact=(plan.D, plan.NP))[path]
@@ -212,7 +213,7 @@ def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_se
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-026
 def _setup(ctx, inputs, output):
-    q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, save = inputs
+    q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, save, _ = inputs
     ctx.saved = save
     ctx.save_for_backward(output[2], q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens)
     ctx.mark_non_differentiable(output[2])
@@ -226,7 +227,7 @@ def _gradients(ctx, dout, dfinal, _):
     dout = torch.zeros_like(rest[2]) if dout is None else dout
     grads = torch.ops.longhorn_kit.scan_backward.default(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every)
     grads = [None if t is None else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None, None, None)
 
 
 register_autograd(_scan, _gradients, setup_context=_setup)
@@ -286,6 +287,6 @@ def _call(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, che
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # by name, not `_scan`: where a notebook and the package both define the operation, the last one is valid
-    scan = torch.ops.longhorn_kit.scan.default
-    out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]), save)
+    scan, kernels = torch.ops.longhorn_kit.scan.default, f"{'fast' if FAST else 'portable'}, {__version__}"
+    out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]), save, kernels)
     return out, final
