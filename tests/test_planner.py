@@ -270,18 +270,6 @@ def test_an_operation_walks_like_one_that_was_timed():
         assert planner.like_of(name, inputs, [made]) == like, name
 
 
-def test_angles_are_computed_for_every_element():
-    trig = lambda graph: replace(op("i", "c", graph=graph), name="aten.cos.default", elements=32)
-    cast = replace(op("c", "d"), name="aten._to_copy.default", elements=32)
-    use = replace(op("dx", "y"), name="aten.mul.Tensor", elements=4096)
-    back = replace(op("dg", "z", graph=2), phase="backward", elements=4096)
-    assert planner.angle_products([trig(1), cast, use, back]) == 8192
-    assert planner.angle_products([use, back]) == 0
-    config = small("attention", 1)  # four products for half of each head, of queries and of keys, forward and backward
-    work = trace_model(config, 2, 64, compiled=True).work
-    assert planner.angle_products(work) == 2 * 2 * 4 * (2 * 64 * 48 // 2)
-
-
 def test_one_rate_for_all_channels_is_copied_to_them():
     m = machine()
     wide = [[w for w in trace_model(small(name), 2, 64).work if w.kind == "widen"]
@@ -352,10 +340,6 @@ def test_pointwise_work_has_the_rate_of_its_like():
     assert planner.pointwise_seconds([thin], m) == pytest.approx(10 * 1e8 / 2e12)  # elements count, not bytes
     inside = replace(thin, graph=1, reads=(("a", 4e8),), writes=(("b", 2e8),))
     assert planner.pointwise_seconds([inside], m, True) == pytest.approx(6e8 / 4e12)
-    angle = replace(inside, name="aten.cos.default", elements=10, writes=(("c", 20),), reads=())
-    turned = replace(inside, reads=(("a", 4e8), ("c", 20)))
-    expected = 6e8 / 4e12 + planner.ANGLE * 1e8 / 3e13
-    assert planner.pointwise_seconds([angle, turned], m, True) == pytest.approx(expected, rel=1e-3)
 
 
 def test_collectives():

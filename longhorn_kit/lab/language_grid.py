@@ -759,13 +759,17 @@ def time_step(
     tokens: int,    # of a step
     steps: int = 8, # timed
     warm: int = 4,  # before
+    settle: float = 2.0, # seconds of steps on a GPU before: idle GPUs have lowered their clocks
 ) -> dict:
     "Tokens a second of a training step, its memory, and where its time goes."
     run, config = run_to_time(preset, mixer, context, compile, tokens)
     on_gpu = run.accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    ready, seconds = seconds_of(run, warm), seconds_of(run, steps) / steps
+    ready, busy_for = seconds_of(run, warm), 0.0
+    while on_gpu and busy_for < settle:
+        busy_for += seconds_of(run, warm)
+    seconds = seconds_of(run, steps) / steps
     found = {"parameters": count_parameters(config), "tokens_per_second": round(tokens / seconds),
              "ms": round(1000 * seconds, 2), "ready_seconds": round(ready, 1), "engine": engine(run)}
     if not on_gpu:
