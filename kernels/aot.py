@@ -137,6 +137,23 @@ def loop_count(launch, built):
     return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
 
 
+def unwaited(built):
+    """How many sums or changes of layout after the main loop may meet an asynchronous copy that nobody waited for.
+
+    They use shared memory that the compiler takes from buffers it knows to be dead; that a copy is still filling them it
+    does not know."""
+    lines = built.asm["ttgir"].splitlines()
+    begin = max((i for i, line in enumerate(lines) if re.match(r"    (%\S+ = )?scf\.for", line)), default=0)
+    end = next((i for i in range(begin, len(lines)) if re.match(r"    \} loc", lines[i])), 0)
+    count = 0
+    if any("async_copy_global_to_local" in line for line in lines[:end]):
+        for line in lines[end:]:
+            if "ttg.async_wait {num = 0" in line:
+                break
+            count += bool(re.search(r'"tt\.reduce"|ttg\.convert_layout', line))
+    return count
+
+
 def tool(*args):
     "Run Triton's own cuobjdump."
     binary = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -224,7 +241,8 @@ def main():
                 if launch[0].is_gluon() and target.startswith("gfx"):
                     continue
                 built, used = build(launch, target)
-                row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used)
+                row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used,
+                           unwaited=unwaited(built))
                 if args.out and not target.startswith("gfx"):
                     row["instructions_per_step"] = loop_count(launch, built)
                 rows.append(row)

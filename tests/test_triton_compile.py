@@ -30,6 +30,7 @@ def assert_bounded(rows):
         assert row["spill"] <= limit, row
         assert row["registers"] <= (512 if row["target"].startswith("gfx") else 255), row
         assert row["shared"] <= 60 * 1024, row
+        assert row["unwaited"] == 0, row
 
 
 def test_fast_kernels_compile_for_hopper():
