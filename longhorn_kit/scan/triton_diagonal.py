@@ -705,7 +705,7 @@ def diagonal_plan(
     return PortablePlan(
         RULES["diagonal"], 2, NP, BD, warps, 8, True,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * _cdiv(T, 8) if alone else T // 8 + packed, segment > 0)
+        B * _cdiv(T, 8) if alone else T // 8 + packed, segment > 0 and (not alone or per_sequence > 1))
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-049
 @cache
