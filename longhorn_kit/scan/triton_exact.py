@@ -236,8 +236,9 @@ def _exact_fwd_kernel(
                 Y += ds * rx.index(here).permute((1, 0)).load(MMA).to(gl.float32)
         gram_next = mma_v2(kn.load(LEFT), knT, zC)
         vn = bi - LOG2E * bn.to(gl.float32)
-        if HAS_Z:                                      # one reciprocal serves the rate and the gate
+        if HAS_Z:
             zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
+        if HAS_Z and N == 16:                          # one reciprocal serves the rate and the gate
             ea = _one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(gl.minimum(vn, 57.0))
             eb = 1.0 + gl.exp2(gl.minimum(-LOG2E * zf, 57.0))
             both = _reciprocal(ea * eb)
@@ -245,6 +246,8 @@ def _exact_fwd_kernel(
             gate = zf * (both * ea)
         else:
             en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
+            if HAS_Z:
+                gate = zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
         us = ()
         for j in gl.static_range(C):
             u = es[j] * acc[j]
