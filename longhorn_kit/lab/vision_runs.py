@@ -417,7 +417,7 @@ def speed_of(
 PIXELS = (224, 1248, 512, 768, 1024) # in the order in which they are measured
 
 def memory_of(name, pixels, batch_size, training):
-    "(peak bytes above the model and its input, seconds a batch as a CUDA graph); Nones where memory does not suffice."
+    "(peak bytes above the model and its input, seconds a batch, as a CUDA graph if small); Nones where memory does not suffice."
     model = work = images = None
     try:
         model = make_model(name.split(",")[0], "tiny_patch16_224", img_size=pixels).cuda()
@@ -1286,23 +1286,18 @@ def _draw_accuracy(record):
     return fig
 
 def _draw_resolution(record, kind):
-    "Peak memory of a batch against the side of the image, and its time where it was measured."
+    "Peak memory and time of a batch against the side of the image."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import label_ends
     memories = record["results"]["memories"]
-    timed = any(pair[1] is not None for kinds in memories.values() for pair in kinds.get(kind, {}).values())
-    fig, axes = plt.subplots(1 + timed, figsize=(5.6, 2.8 * (1 + timed)), sharex=True, squeeze=False)
-    axes = axes[:, 0]
+    fig, axes = plt.subplots(2, 1, figsize=(5.6, 5.6), sharex=True)
     for name, kinds in memories.items():
-        rows = sorted((int(side), *pair) for side, pair in kinds.get(kind, {}).items())
-        for ax, column, scale in zip(axes, (1, 2), (1e-9, 1e3)):
-            points = [(row[0], row[column] * scale) for row in rows if row[column] is not None]
+        points = sorted((int(side), *pair) for side, pair in kinds.get(kind, {}).items() if pair[0] is not None)
+        for ax, column, scale in ((axes[0], 1, 1e-9), (axes[1], 2, 1e3)):
             if points:
-                ax.plot(*zip(*points), marker="o", markersize=3, **_look(name))
+                ax.plot([p[0] for p in points], [p[column] * scale for p in points], marker="o", markersize=3, **_look(name))
     axes[0].set(ylabel="peak memory (GB)", yscale="log", title=f"{kind.capitalize()}, 8 images")
-    if timed:
-        axes[1].set(ylabel="time a batch (ms)", yscale="log")
-    axes[-1].set(xlabel="side of the image (pixels)")
+    axes[1].set(ylabel="time a batch (ms)", yscale="log", xlabel="side of the image (pixels)")
     [label_ends(ax) for ax in axes]
     return fig
 
@@ -1318,8 +1313,8 @@ def figures(
               "learning rate and pictures, which were not tuned for any of them.")]
     if "memories" in results:
         drawn += [(_draw_resolution(record, kind),
-                   f"{kind.capitalize()} of the tiny models in bfloat16: memory above the model and its input. \"plain\" "
-                   "is DeiT without a fused attention kernel, which stores every attention matrix.")
+                   f"{kind.capitalize()} of the tiny models in bfloat16: memory above the model and its input, and "
+                   "time. \"plain\" is DeiT without a fused attention kernel, which stores every attention matrix.")
                   for kind in ("training", "inference")]
     return drawn
 
@@ -1356,11 +1351,10 @@ def _speed_table(speeds):
             ["model", *modes], [[NAMES[name], *(best(row, mode) for mode in modes)] for name, row in speeds.items()])
 
 def _memory_table(memories, kind):
-    "Peak memory against the side of the image, and the time where it was measured."
+    "Peak memory and time against the side of the image."
     sides = sorted({int(side) for kinds in memories.values() for side in kinds.get(kind, {})})
-    shown = lambda size, time: f"{size / 1e9:.2f} GB" + (f", {1e3 * time:.0f} ms" if time else "")
-    show = lambda pair: "-" if not pair or pair[0] is None else shown(*pair)
-    return (f"{kind.capitalize()}, 8 images: peak memory, and time where measured",
+    show = lambda pair: "-" if not pair or pair[0] is None else f"{pair[0] / 1e9:.2f} GB, {1e3 * pair[1]:.0f} ms"
+    return (f"{kind.capitalize()}, 8 images: peak memory and time",
             ["model", *map(str, sides)],
             [[NAMES[name], *(show(kinds.get(kind, {}).get(str(side))) for side in sides)]
              for name, kinds in memories.items()])

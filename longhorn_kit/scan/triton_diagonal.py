@@ -724,7 +724,7 @@ def _vector(D):
     return 8 if D % 8 == 0 else 4 if D % 4 == 0 else 2
 
 
-def _aligned(vec, t):
+def _aligned(t, vec):
     # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: what wide loads and asynchronous copies need.
     good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
     return t if good else t.contiguous()
@@ -746,11 +746,11 @@ def _steps(t, vec):
     return (0, 0) if t is None else (t.stride(0) // vec, t.stride(1) // vec)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-051
-def _own_and_carry(vec, p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse):
+def _own_and_carry(p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse):
     # What enters every segment (slots,N,D): each segment alone first, then the carries.
     blocks = _cdiv(p.D, 32)
     carry, decay = (torch.empty(p.slots, p.NP, p.D, device=b.device, dtype=torch.float32) for _ in range(2))
-    packed, segment = cu_seqlens is not None, (p.T, p.LS, p.per_sequence)
+    packed, segment, vec = cu_seqlens is not None, (p.T, p.LS, p.per_sequence), _vector(p.D)
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
         b, b if z is None else z, drive, k, q, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
         *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
@@ -777,15 +777,15 @@ def diagonal_forward(
     "The fast diagonal forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks, padded N, D) fp32)."
     vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    x, b = _aligned(vec, x), _aligned(vec, _wide_rate(b, x))
-    z = None if z is None else _aligned(vec, z)
+    x, b = _aligned(x, vec), _aligned(_wide_rate(b, x), vec)
+    z = None if z is None else _aligned(z, vec)
     q, k = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     h0 = None if initial_state is None else _keys(initial_state, p.NP)
     out, final = new(*x.shape, like=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt, packed = new(p.chunks if save else 0, p.NP, p.D), cu_seqlens is not None
     owner = _segment_owner(p, cu_seqlens) if packed else None
-    carry = _own_and_carry(vec, p, b, x, None, k, k, bias, h0, cu_seqlens, owner, False) if p.segmented else None
+    carry = _own_and_carry(p, b, x, None, k, k, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
@@ -803,8 +803,8 @@ def diagonal_backward(
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `diagonal_forward`."
     vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    xa, ba, ga = _aligned(vec, x), _aligned(vec, _wide_rate(b, x)), _aligned(vec, dout)
-    za = None if z is None else _aligned(vec, z)
+    xa, ba, ga = _aligned(x, vec), _aligned(_wide_rate(b, x), vec), _aligned(dout, vec)
+    za = None if z is None else _aligned(z, vec)
     qa, ka = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     edge = None if dfinal is None else _keys(dfinal, p.NP)
@@ -814,7 +814,7 @@ def diagonal_backward(
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.slots, p.D), new(p.slots, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens) if packed else None
-    carry = _own_and_carry(vec, p, ba, ga, za, ka, qa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
+    carry = _own_and_carry(p, ba, ga, za, ka, qa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
     _diagonal_bwd_kernel[(p.slots * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial,

@@ -657,8 +657,8 @@ def exact_forward(
     "The fast exact forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,D,NP) fp32)."
     vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    x, b = _aligned(vec, x), _aligned(vec, _wide_rate(b, x))
-    z = None if z is None or not read else _aligned(vec, z)
+    x, b = _aligned(x, vec), _aligned(_wide_rate(b, x), vec)
+    z = None if z is None or not read else _aligned(z, vec)
     q, k = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     h0 = None if initial_state is None else _keys(initial_state, p.NP)
@@ -680,8 +680,8 @@ def exact_backward(
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
     vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    xa, ba, ga = _aligned(vec, x), _aligned(vec, _wide_rate(b, x)), _aligned(vec, dout)
-    za = None if z is None else _aligned(vec, z)
+    xa, ba, ga = _aligned(x, vec), _aligned(_wide_rate(b, x), vec), _aligned(dout, vec)
+    za = None if z is None else _aligned(z, vec)
     qa, ka = _keys(q, p.NP), _keys(k, p.NP)
     bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
     edge = None if dfinal is None else _keys(dfinal, p.NP)
