@@ -343,8 +343,8 @@ def accuracy(
     run: Run,         # for the seed, the number of test streams and the precision
     disturb=None,     # (h, streams, generator) -> another h
     at_once: int = 65536, # tokens in a batch
-) -> dict[str, float]: # right: share of right answers; stale: share answered with the key's first value
-    "Answers on the test streams of a task, which are never those of training."
+) -> dict[str, Tensor]: # right: share of right answers; stale: share answered with the key's first value
+    "Answers on the test streams of a task, which are never those of training; on a GPU, reading a share waits for it."
     device = model.embedding.weight.device
     streams = draw(task, run.test_streams, generator_of(run.seed, "test", 0, device))
     noise, right, stale = generator_of(run.seed, "test", 1, device), 0, 0
@@ -353,8 +353,8 @@ def accuracy(
         change = disturb and (lambda h: disturb(h, batch, noise))
         with torch.autocast(device.type, torch.bfloat16, enabled=run.bf16):
             found = answer(model, batch.tokens, batch.where, change).argmax(-1)
-        right += (found == batch.answers).sum().item()
-        stale += ((found == batch.first) & (batch.first != batch.answers)).sum().item()
+        right += (found == batch.answers).sum().double()
+        stale += ((found == batch.first) & (batch.first != batch.answers)).sum().double()
     asked = streams.answers.numel()
     return {"right": right / asked, "stale": stale / asked}
 
@@ -399,7 +399,7 @@ def examine(
     model: SequenceLM,
     run: Run,
     longest: int = 4096, # where length extrapolation ends
-) -> dict:
+) -> dict: # of tensors
     "Every test of a trained model."
     task, lengths = run.task, []
     while 2 * (lengths or [task.length])[-1] <= longest:
@@ -536,6 +536,7 @@ def train_run(
     trained = time.perf_counter() - begun
     found = examine(training.model, run, longest)
     yield
+    found = to_plain(found)
     mixer = training.model.blocks[-1].mixer
     if isinstance(mixer, Longhorn) and mixer.form != "decoupled":
         found["probe"] = probe(training.model, run)

@@ -384,7 +384,8 @@ def start_workers(
         on_gpu = device != "cpu"
         options = {"grid": to_plain(asdict(grid)), "folder": str(folder), "lanes": lanes,
                    "device": "cuda" if on_gpu else "cpu", "minutes": minutes}
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if on_gpu else {"OMP_NUM_THREADS": "1"})
+        gpu = {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_MAX_CONNECTIONS": "32"} # a queue for each lane
+        env = os.environ | (gpu if on_gpu else {"OMP_NUM_THREADS": "1"})
         begin.append(subprocess.Popen([sys.executable, "-c", WORKER, json.dumps(options)], env=env))
     return begin
 

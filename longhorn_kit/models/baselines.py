@@ -105,7 +105,7 @@ def rotate(
 ) -> Tensor:             # (...,B,H,T,P)
     "Rotary positions: the pair (i, i + P/2) of every vector turned by position / base^(2i/P)."
     a, b = x.chunk(2, -1)
-    start = torch.as_tensor(start, device=x.device).reshape(-1)
+    start = start.reshape(-1) if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
     tables = torch.ops.longhorn_kit.rotary.default if torch.compiler.is_compiling() else _rotary
     cos, sin = tables(start, x.shape[-2], a.shape[-1], base, x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
