@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
            'THREAD', 'CODE', 'FIGURE', 'SCALES', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'SHAPES',
-           'MQAR_ORDER', 'SOLVED', 'LEARNT', 'FOOTNOTES', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain', 'compare_seeds',
-           'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language', 'judge_pair',
-           'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times', 'times_text',
-           'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall', 'compare_mqar',
-           'judge_mqar', 'judge_vision', 'train_all', 'parameters_saved', 'suggest', 'find_claim', 'claim_module',
-           'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder', 'ledger_summary',
-           'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
+           'MQAR_ORDER', 'SOLVED', 'LEARNT', 'DECIDED', 'UNDECIDED', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain',
+           'compare_seeds', 'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language',
+           'judge_pair', 'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times',
+           'times_text', 'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall',
+           'compare_mqar', 'judge_mqar', 'outcomes_text', 'judge_vision', 'train_all', 'parameters_saved', 'suggest',
+           'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder',
+           'ledger_summary', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
@@ -325,7 +325,8 @@ def judge_official_kernel(
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 MQAR_ORDER = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn_exact", "longhorn"))
 SOLVED, LEARNT = 0.985, 1.5 # share of right answers; multiple of the guess level
-FOOTNOTES = {"holds": "", "does not hold": "", "mixed": " (within the spread)"}
+DECIDED = ("holds", "mixed", "does not hold")
+UNDECIDED = ("one seed only", "both solve it", "neither learns")
 
 def compare_recall(
     first: dict,  # the model said to be better: accuracy (seeds,), pairs
@@ -360,20 +361,30 @@ def compare_mqar(
 def judge_mqar(
     record: dict, # record of `longhorn_kit.lab.mqar_grid`
 ) -> tuple[str, str]:
-    "(what each order came to at every place, verdict on diagonal Longhorn above Mamba and above GLA)."
-    places = {}
-    for a, b, cell, lead, outcome in compare_mqar(record):
-        told = f"{NAMES[a]} - {NAMES[b]} {100 * lead:+.0f}{FOOTNOTES.get(outcome, f' ({outcome})')}"
-        places.setdefault(f"{cell['length']} tokens, width {cell['d_model']}", []).append((a, outcome, told))
-    texts = [f"{place}: " + ", ".join(told for _, _, told in rows) for place, rows in places.items()]
-    decided = [outcome for rows in places.values() for a, outcome, _ in rows
-               if a == "longhorn" and outcome in ("holds", "mixed", "does not hold")]
+    "(how often each order came to what, verdict on diagonal Longhorn above Mamba and above GLA)."
+    leads = {order: {} for order in MQAR_ORDER}
+    for a, b, _, lead, outcome in compare_mqar(record):
+        leads[a, b].setdefault(outcome, []).append(100 * lead)
+    texts = [f"{NAMES[a]} above {NAMES[b]}: {outcomes_text(found)}" for (a, b), found in leads.items() if found]
+    decided = [outcome for (a, _), found in leads.items() for outcome in found if a == "longhorn" and outcome in DECIDED]
     found, all_cells = record["results"]["cells"], record["results"].get("cells_of_grid", 0)
     verdict = all_of(decided) if decided else "mixed"
     if len(found) < all_cells: # the rule asks for every size, so that only a split is final
         texts.insert(0, f"{len(found)} of {all_cells} cells of the grid")
         verdict = verdict if len(set(decided)) > 1 else "unfinished"
-    return "leads in points; " + "; ".join(texts), verdict
+    return "number of sizes and widths (leads in points); " + "; ".join(texts), verdict
+
+def outcomes_text(
+    leads: dict, # outcome -> leads in points, one a place
+) -> str:
+    "How many places have each outcome, the telling ones first, and from where to where the lead goes."
+    told = []
+    for outcome in (*DECIDED, *UNDECIDED):
+        if found := leads.get(outcome):
+            name = "within the spread" if outcome == "mixed" else outcome
+            ends = sorted({f"{edge(found):+.0f}" for edge in (min, max)}, key=float)
+            told.append(f"{name} {len(found)}" + (f" ({' to '.join(ends)})" if outcome in DECIDED else ""))
+    return ", ".join(told)
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-056
 def judge_vision(

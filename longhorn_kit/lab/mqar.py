@@ -521,7 +521,7 @@ def look_inside(
             "changes": None if changes is None else changes.tolist()}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-065
-INSIDE = 1100 # K T up to which a run keeps a picture of one stream
+INSIDE = 200 # K T up to which a run keeps a picture of one stream
 
 def train_run(
     run: Run,
