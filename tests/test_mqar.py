@@ -380,9 +380,9 @@ def test_verdict_leaves_out_what_both_solve_and_what_neither_learns():
     assert judged(cell("longhorn", solved), cell("mamba", learnt), cell("gla", lost),
                   cell("longhorn", learnt, 128), cell("mamba", solved, 128), cell("gla", lost, 128))[1] == "mixed"
     one = judged(cell("longhorn", solved), cell("mamba", [0.8]), cell("gla", lost))
-    assert one[1] == "holds" and one[0].endswith("diagonal above Mamba: one seed only 1; diagonal above GLA: holds 1 (+74)")
+    assert one[1] == "holds" and one[0].endswith("diagonal above Mamba: undecided 1; diagonal above GLA: holds 1 (+74)")
     ours, verdict = judged(cell("longhorn", lost), cell("mamba", lost), cell("gla", lost))
-    assert verdict == "mixed" and ours.count("neither learns 1") == 2
+    assert verdict == "mixed" and ours.count("undecided 1") == 2
 
 
 def test_a_grid_that_is_not_complete_is_unfinished_unless_its_sizes_disagree():

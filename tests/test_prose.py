@@ -240,6 +240,12 @@ def test_a_wrong_number_is_found(monkeypatch):
     assert "0.138 ms" in prose and [written for written, _ in unsourced(page)] == ["0.913 ms"]
 
 
+@pytest.mark.parametrize("form", ["exact", "diagonal"])
+def test_the_kernel_table_of_the_readme_is_the_record(form):
+    cells = (f"{forward:.2f} / {backward:.2f}" for forward, backward in (kernel("main", shape, form) for shape in ("S1", "S2", "S3")))
+    assert f"| {form} | {' | '.join(cells)} |" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_mixer_of_the_contributing_guide_works():
     import textwrap
 

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
            'THREAD', 'CODE', 'FIGURE', 'SCALES', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'SHAPES',
-           'MQAR_ORDER', 'SOLVED', 'LEARNT', 'DECIDED', 'UNDECIDED', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain',
-           'compare_seeds', 'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language',
-           'judge_pair', 'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times',
-           'times_text', 'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall',
-           'compare_mqar', 'judge_mqar', 'outcomes_text', 'judge_vision', 'train_all', 'parameters_saved', 'suggest',
-           'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder',
+           'MQAR_ORDER', 'SOLVED', 'LEARNT', 'DECIDED', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain', 'compare_seeds',
+           'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language', 'judge_pair',
+           'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times', 'times_text',
+           'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall', 'compare_mqar',
+           'judge_mqar', 'outcomes_text', 'judge_vision', 'train_all', 'parameters_saved', 'suggest', 'find_claim',
+           'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder',
            'ledger_summary', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
@@ -325,8 +325,7 @@ def judge_official_kernel(
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-051
 MQAR_ORDER = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn_exact", "longhorn"))
 SOLVED, LEARNT = 0.985, 1.5 # share of right answers; multiple of the guess level
-DECIDED = ("holds", "mixed", "does not hold")
-UNDECIDED = ("one seed only", "both solve it", "neither learns")
+DECIDED = {"holds": "holds", "mixed": "within the spread", "does not hold": "does not hold"} # outcome -> in words
 
 def compare_recall(
     first: dict,  # the model said to be better: accuracy (seeds,), pairs
@@ -377,14 +376,14 @@ def judge_mqar(
 def outcomes_text(
     leads: dict, # outcome -> leads in points, one a place
 ) -> str:
-    "How many places have each outcome, the telling ones first, and from where to where the lead goes."
+    "How many places have each outcome, from where to where the lead goes, and how many are undecided."
     told = []
-    for outcome in (*DECIDED, *UNDECIDED):
+    for outcome, words in DECIDED.items():
         if found := leads.get(outcome):
-            name = "within the spread" if outcome == "mixed" else outcome
             ends = sorted({f"{edge(found):+.0f}" for edge in (min, max)}, key=float)
-            told.append(f"{name} {len(found)}" + (f" ({' to '.join(ends)})" if outcome in DECIDED else ""))
-    return ", ".join(told)
+            told.append(f"{words} {len(found)} ({' to '.join(ends)})")
+    rest = sum(len(found) for outcome, found in leads.items() if outcome not in DECIDED)
+    return ", ".join(told + [f"undecided {rest}"] * (rest > 0))
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-056
 def judge_vision(
