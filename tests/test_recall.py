@@ -77,7 +77,7 @@ def test_killed_run_goes_on_and_gives_the_same_numbers(tmp_path):
             "TINY = replace(tiny, tasks=('once',))\n"
             "inner = recall.run_cell\n"
             "def slow(*args):\n    time.sleep(0.3); return inner(*args)\n"
-            "recall.run_cell = slow; recall.run('laptop', sys.argv[1], TINY)")
+            "recall.run_cell = slow; recall.run('laptop', sys.argv[1], TINY, workers=1)")
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], cwd=os.path.dirname(os.path.dirname(__file__)),
                                env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -88,7 +88,7 @@ def test_killed_run_goes_on_and_gives_the_same_numbers(tmp_path):
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("cells/*.json")}
     assert 3 <= len(kept) < len(MEMORIES) and not (tmp_path / "a" / "record.json").exists()
     once = replace(TINY, tasks=("once",))
-    resumed, fresh = run("laptop", tmp_path / "a", once), run("laptop", tmp_path / "b", once)
+    resumed, fresh = run("laptop", tmp_path / "a", once, workers=1), run("laptop", tmp_path / "b", once, workers=2)
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
     for name in MEMORIES:
         ours, theirs = (record["results"]["tasks"]["once"]["curves"][name]["loss"] for record in (resumed, fresh))
@@ -99,15 +99,15 @@ def test_finished_cells_are_not_run_again_unless_settings_change(tmp_path, monke
     trained, inner = [], recall.train_recall
     monkeypatch.setattr(recall, "train_recall", lambda *args: trained.append(args[1]) or inner(*args))
     config = replace(TINY, tasks=("once",))
-    record = run("laptop", tmp_path, config)
-    again = run("laptop", tmp_path, config)
+    record = run("laptop", tmp_path, config, workers=1)
+    again = run("laptop", tmp_path, config, workers=1)
     assert len(trained) == len(MEMORIES) and record["results"] == again["results"] and read_json(tmp_path / "record.json") == again
-    run("laptop", tmp_path, replace(config, steps=7))
+    run("laptop", tmp_path, replace(config, steps=7), workers=1)
     assert len(trained) == 2 * len(MEMORIES)
 
 
 def test_record_is_small_and_drawable(tmp_path):
-    record = run("laptop", tmp_path, TINY)
+    record = run("laptop", tmp_path, TINY, workers=1)
     assert {"claim", "scale", "settings", "results", "environment", "seconds", "command"} <= set(record)
     assert (tmp_path / "record.json").stat().st_size < 60_000
     assert all(caption for _, caption in figures(record))

@@ -1,4 +1,4 @@
-import errno, io, json, math, os, platform, resource, subprocess, sys
+import errno, io, json, math, os, platform, resource, signal, subprocess, sys, time
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
@@ -14,6 +14,7 @@ from longhorn_kit.lab.records import (
     progress,
     read_json,
     read_jsonl,
+    side_by_side,
     to_plain,
     without_machine_paths,
     write_json,
@@ -211,3 +212,56 @@ def test_plain_progress_counts_on_from_where_a_run_was_resumed():
     bar = PlainProgress(total=100, desc="steps", initial=40, file=io.StringIO())
     bar.update()
     assert bar.line().startswith("steps: 41/100 (")
+
+
+def threads_and_root(x):
+    return torch.get_num_threads(), math.sqrt(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_side_by_side_keeps_the_order_on_one_thread_each(workers):
+    counted, before = [], torch.get_num_threads()
+    done = lambda: counted.append(1) or 0
+    found = side_by_side(threads_and_root, [(4.0,), (9.0,), (16.0,)], workers, total=3, done=done)
+    assert found == [(1, 2.0), (1, 3.0), (1, 4.0)] and torch.get_num_threads() == before and (counted or workers == 1)
+    with pytest.raises(ValueError, match="math domain error|nonnegative"):
+        side_by_side(threads_and_root, [(4.0,), (-1.0,), (9.0,)], workers)
+
+
+def until_told(folder, name):
+    "A job that goes on until it is asked to stop, and then keeps what it has."
+    from longhorn_kit.lab.training import noted_stop
+    with noted_stop() as stop:
+        Path(folder, f"{name}.begun").touch()
+        while not stop.name:
+            time.sleep(0.02)
+        Path(folder, f"{name}.kept").touch()
+        raise KeyboardInterrupt(f"{name} kept what it had")
+
+
+def named(folder, ending):
+    return sorted(path.stem for path in folder.glob(f"*.{ending}"))
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_side_by_side_ends_with_its_parent(tmp_path, number):
+    code = ("import sys; from longhorn_kit.lab.records import side_by_side; from test_records import until_told\n"
+            "if __name__ == '__main__':\n"
+            "    try:\n        side_by_side(until_told, [(sys.argv[1], name) for name in 'abcd'])\n"
+            "    except KeyboardInterrupt as stop:\n        print(stop)")
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True,
+                              stdout=subprocess.PIPE if number == signal.SIGINT else subprocess.DEVNULL, # orphans keep it open
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])})
+    wait_until(lambda: named(tmp_path, "begun") == ["a", "b"])
+    parent.send_signal(number)
+    said = parent.communicate(timeout=60)[0]
+    wait_until(lambda: named(tmp_path, "kept") == ["a", "b"], 20)
+    assert named(tmp_path, "begun") == ["a", "b"]
+    assert number == signal.SIGKILL or said.strip() in ("a kept what it had", "b kept what it had")

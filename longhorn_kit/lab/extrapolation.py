@@ -29,8 +29,7 @@ from . import claims
 from .data import prepare
 from .language import (
     LM_PRESETS, LanguageConfig, LMPreset, cache_numbers, new_model, override, run_model)
-from .recall import one_thread
-from .records import command_line, environment, read_json, to_plain, write_json
+from .records import command_line, environment, one_thread, read_json, to_plain, write_json
 from ..models import LMConfig, SequenceLM
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006

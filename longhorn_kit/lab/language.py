@@ -8,7 +8,7 @@ __all__ = ['LM_PRESETS', 'GPT2', 'OWT', 'SLIM', 'SETTINGS', 'SCALES', 'COMPARISO
            'TrigramModel', 'xz_bits', 'baselines', 'override', 'new_model', 'save_lm', 'trained_tokenizer', 'fit',
            'is_main_process', 'whole_model', 'check_same_model', 'train_lm', 'write_text', 'caches_at', 'cache_numbers',
            'decode_times', 'LanguageConfig', 'grid', 'settings_for', 'run_model', 'summary', 'timed_decoding', 'run',
-           'run_all', 'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
+           'run_all', 'run_apart', 'last_step', 'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import importlib
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from . import claims
 from .data import HELD_OUT, Corpus, Sampler, prepare
-from .recall import one_thread
-from .records import command_line, environment, read_json, to_plain, write_json
+from .records import (
+    command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain, write_json)
 from .training import TrainConfig, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters, fill_mlp, match_parameters
@@ -454,6 +454,7 @@ def run_model(
     config: LanguageConfig,
     corpus: Corpus,
     folder: Path, # of this model and seed
+    quiet: bool = False, # no progress
 ) -> dict: # settings, bits_per_byte, curves, sample, ...
     "Train one model, or read the result of having done so."
     preset, path = override(config.preset, seed=seed), folder / "result.json"
@@ -463,7 +464,7 @@ def run_model(
     if kept and (known := read_json(path)).get("settings") == settings:
         return known
     begun = time.perf_counter()
-    model, found = fit(preset, mixer, corpus, folder)
+    model, found = fit(preset, mixer, corpus, folder, quiet)
     sample = write_text(model, corpus.tokenizer, config.prompt, config.sample, seed=seed)
     result = {"settings": settings, "model": model.config.to_dict(), **summary(found), "sample": sample}
     result["wall_seconds"] = round(time.perf_counter() - begun, 1)
@@ -514,6 +515,7 @@ def run(
     folder: str | Path, # for the runs and record.json
     config: LanguageConfig | None = None, # other settings than those of the scale
     data: str | None = None, # the text, see `prepare`; None: that of the scale
+    workers: int = 2,   # processes, on a CPU
 ) -> dict:
     "Run every model and seed, going on where an earlier run stopped; the record, also in record.json."
     config, folder = config or settings_for(scale), Path(folder)
@@ -521,7 +523,7 @@ def run(
         return grid().run(scale, folder, config, data)
     data = data or config.preset.data
     with one_thread():
-        results, seconds = run_all(config, folder, data)
+        results, seconds = run_all(config, folder, data, workers)
         record = {"claim": "language", "scale": scale, "settings": asdict(config) | {"data": data},
                   "results": results, "seconds": round(seconds, 1),
                   "environment": environment(), "command": command_line()}
@@ -532,19 +534,31 @@ def run_all(
     config: LanguageConfig,
     folder: Path,
     data: str, # the text, see `prepare`
+    workers: int, # processes
 ) -> tuple[dict, float]: # results, and the seconds that computing them took
     "One seed of all models before the next, so that a run cut short can be compared; then the times."
     begun, corpus = time.perf_counter(), prepare(data, config.preset.tokenizer)
     seen = seen_windows(corpus.train, config.preset.train)
     levels = baselines(seen, stretches(corpus.val, config.preset.held_out))
-    prepared, found = time.perf_counter() - begun, {mixer: [] for mixer in config.mixers}
-    for seed in config.seeds:
-        for mixer in config.mixers:
-            place = folder / f"{mixer}-seed{seed}"
-            found[mixer].append(run_model(mixer, seed, config, corpus, place))
+    prepared = time.perf_counter() - begun
+    jobs = [(mixer, seed, config, data, folder / f"{mixer}-seed{seed}") for seed in config.seeds for mixer in config.mixers]
+    done = lambda: sum(last_step(place) for *_, place in jobs)
+    each = side_by_side(run_apart, jobs, workers, "language, training steps", config.preset.train.steps * len(jobs), done)
+    found = {mixer: [result for job, result in zip(jobs, each) if job[0] == mixer] for mixer in config.mixers}
     decode = timed_decoding(config, corpus, folder)
-    spent = [result["wall_seconds"] for row in found.values() for result in row]
-    return results_of(found, levels, decode, corpus, config), prepared + decode["seconds"] + sum(spent)
+    spent = sum(result["wall_seconds"] for result in each) / workers
+    return results_of(found, levels, decode, corpus, config), prepared + decode["seconds"] + spent
+
+def run_apart(mixer, seed, config, data, folder):
+    "`run_model` for a process of its own."
+    return run_model(mixer, seed, config, prepare(data, config.preset.tokenizer), folder, quiet=True)
+
+def last_step(
+    place: Path, # of a run
+) -> int:
+    "The last step that its metrics know."
+    lines = read_jsonl(place / "metrics.jsonl")
+    return lines[-1]["step"] if lines else 0
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-064
 def results_of(

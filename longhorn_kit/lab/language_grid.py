@@ -6,12 +6,11 @@
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 'ORDER', 'PAPER', 'KINDS', 'in_order',
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
            'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
-           'end_with', 'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for',
-           'record_of', 'without_settings', 'last_step', 'short_results', 'finished_record', 'good_runs', 'losses',
-           'paired', 'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures',
-           'tables', 'loss_table', 'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares',
-           'run_to_time', 'seconds_of', 'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record',
-           'throughput_table', 'draw_throughput']
+           'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for', 'record_of',
+           'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired', 'spread',
+           'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table',
+           'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time', 'seconds_of',
+           'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table', 'draw_throughput']
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-003
 import gc
@@ -20,7 +19,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -35,11 +33,11 @@ import torch
 from . import claims
 from .data import Corpus, file_documents, matching_files, prepare
 from .language import (
-    LM_PRESETS, LMPreset, check_same_model, model_config, new_model, save_lm)
+    LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, save_lm)
 from .mqar_grid import (
     Results, Turns, busy, device_name, gpu_load, key_of, machine_of, visible_gpus)
 from .records import (
-    append_jsonl, command_line, progress, read_json, read_jsonl, to_plain, write_json)
+    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
 from ..models.lm import count_parameters
@@ -276,7 +274,7 @@ def worker(
     folder, deadline = Path(options["folder"]), options["deadline"]
     if options["device"] == "cpu":
         torch.set_num_threads(1)
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start() # or it would keep its GPU
     try:
         if options["what"] == "time":
             return time_jobs(options, folder, deadline)
@@ -295,15 +293,6 @@ def train_jobs(
     settings = lambda job: settings_of(grid, job, texts.corpus.index["source_sha256"])
     do = lambda job: one_run(grid, job, texts, folder, options["how"]) | {"device": name}
     take_turns(grid.jobs, settings, folder, do, deadline)
-
-# %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-027
-def end_with(
-    parent: int, # number of the process that started this one
-):
-    "Ask this process to stop when the one that started it is gone; otherwise it would keep its GPU."
-    while os.getppid() == parent:
-        time.sleep(2)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-028
 def grid_from(
@@ -445,13 +434,6 @@ def without_settings(
 ) -> dict:
     "The result alone."
     return {name: value for name, value in row.items() if name != "settings"}
-
-def last_step(
-    place: Path, # of a run
-) -> int:
-    "The last step that its metrics know."
-    lines = read_jsonl(place / "metrics.jsonl")
-    return lines[-1]["step"] if lines else 0
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-035
 def short_results(

@@ -7,13 +7,12 @@ __all__ = ['WRITES', 'MEMORIES', 'SETTINGS', 'SCALES', 'NAMES', 'RecallConfig', 
            'look_up', 'guess_level', 'linear_attention', 'attention_without_positions', 'attention',
            'gated_linear_attention', 'rate_size', 'parameter_shapes', 'count', 'matched_width', 'initial', 'TokenMaps',
            'RecallModel', 'draw_for_seeds', 'grade', 'rate_at', 'train_recall', 'test_recall', 'thin', 'run_cell',
-           'one_thread', 'late_recall', 'best_cell', 'settings_for', 'run', 'results_of', 'task_results', 'comparisons',
-           'verdict', 'figures', 'remembered', 'tables']
+           'late_recall', 'best_cell', 'settings_for', 'run', 'results_of', 'task_results', 'comparisons', 'verdict',
+           'figures', 'remembered', 'tables']
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from . import claims
 from .records import (
-    command_line, environment, progress, read_json, to_plain, write_json)
+    command_line, environment, one_thread, read_json, side_by_side, to_plain, write_json)
 from ..models.baselines import rotate
 from ..scan.op import longhorn_scan
 
@@ -378,17 +377,6 @@ def run_cell(
     seconds = round(time.perf_counter() - begun, 2)
     return read_json(write_json(path, {"settings": settings, **found, "seconds": seconds}))
 
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-048
-@contextmanager
-def one_thread():
-    "Inside, torch computes on one thread; afterwards on as many as before."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-050
 def late_recall(
     cell: dict, # from `run_cell`
@@ -422,18 +410,18 @@ def run(
     scale: str,         # a name in `SCALES`
     folder: str | Path, # for finished cells and record.json
     config: RecallConfig | None = None, # other settings than those of the scale
+    workers: int = 2,   # processes
 ) -> dict:
     "Run the whole grid, going on where an earlier run stopped; the record, also in record.json."
     config, folder = config or settings_for(scale), Path(folder)
-    grid = [(task, name, lr) for task in config.tasks for name in MEMORIES for lr in config.lrs]
+    grid = [(task, name, lr, config, folder / "cells") for task in config.tasks for name in MEMORIES for lr in config.lrs]
+    cells = side_by_side(run_cell, grid, workers, "recall (task, model, learning rate)")
     with one_thread():
-        bar = progress(grid, "recall (task, model, learning rate)")
-        cells = [run_cell(*place, config, folder / "cells") for place in bar]
         record = {
             "claim": "recall", "scale": scale, "settings": asdict(config),
             "results": results_of(cells, config),
             "environment": environment(), "command": command_line(),
-            "seconds": round(sum(cell["seconds"] for cell in cells), 1)}
+            "seconds": round(sum(cell["seconds"] for cell in cells) / workers, 1)}
     return read_json(write_json(folder / "record.json", record))
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-055

@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'to_plain', 'without_machine_paths', 'write_json',
            'read_json', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name',
-           'version_of', 'environment', 'command_line', 'PlainProgress', 'progress']
+           'version_of', 'environment', 'command_line', 'PlainProgress', 'progress', 'one_thread', 'end_with',
+           'side_by_side']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
-import dataclasses, errno, json, math, os, platform, re, shutil, subprocess, sys, time
+import dataclasses, errno, json, math, os, platform, re, shutil, signal, subprocess, sys, threading, time
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from multiprocessing import active_children, get_context
 from pathlib import Path
 import torch
 import longhorn_kit
@@ -316,3 +319,67 @@ def progress(
         return tqdm(iterable, desc=desc, total=total, dynamic_ncols=True, leave=False, **options)
     file, every = sys.stdout if "ipykernel" in sys.modules else sys.stderr, math.inf if disable else every
     return PlainProgress(iterable, total, desc, every, file, options.get("initial", 0))
+
+# %% ../../nbs/lab/29_records.ipynb #29_records-051
+@contextmanager
+def one_thread():
+    "Inside, torch computes on one thread; afterwards on as many as before."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+# %% ../../nbs/lab/29_records.ipynb #29_records-053
+def end_with(
+    parent: int, # number of the process that started this one
+    grace: float = 90, # seconds to keep what there is to keep
+):
+    "Ask this process to stop when the one that started it is gone, and end it if it does not."
+    while os.getppid() == parent:
+        time.sleep(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    os._exit(1)
+
+def _begin(parent):
+    "What a process of `side_by_side` does first."
+    torch.set_num_threads(1)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0) # out of the terminal's ctrl-C
+        threading.Thread(target=end_with, args=(parent, 20), daemon=True).start()
+
+# %% ../../nbs/lab/29_records.ipynb #29_records-054
+def side_by_side(
+    function,         # of a module, so that another process can import it
+    jobs: list,       # a tuple of arguments for each call
+    workers: int = 2, # processes; 1: this one
+    desc="",          # what the progress bar says
+    total=None,       # of what `done` counts; None: the jobs are counted
+    done=None,        # a function without arguments: how much is done
+) -> list:            # results, in the order of the jobs
+    """Call a function for every job, several processes at a time, on one thread each.
+
+    After ctrl-C no job begins, and those under way are asked to stop. An error of a job is raised once the others
+    that are under way have ended."""
+    if workers == 1:
+        with one_thread():
+            return [function(*job) for job in progress(jobs, desc)]
+    waiting, running, found = list(enumerate(jobs)), {}, {}
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),))
+    with pool, progress(total or len(jobs), desc) as bar:
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    place, job = waiting.pop(0)
+                    running[pool.submit(function, *job)] = place
+                finished, _ = wait(running, 1, FIRST_COMPLETED)
+                found |= {running.pop(future): future.result() for future in finished}
+                bar.update((done() if done else len(found)) - bar.n)
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.terminate()
+            told = [str(future.exception()) for future in running if isinstance(future.exception(), KeyboardInterrupt)]
+            raise KeyboardInterrupt(*told[:1]) from None
+    return [found[place] for place in range(len(jobs))]

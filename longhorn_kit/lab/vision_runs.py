@@ -10,16 +10,14 @@ __all__ = ['MODELS', 'DEITS', 'PIXELS', 'VISION_PRESETS', 'SETTINGS', 'SCALES', 
            'time_epoch', 'started', 'Attempts', 'decoded', 'one_run', 'plan_epochs', 'Worker', 'gpu_worker',
            'VisionConfig', 'VisionPreset', 'vision_config', 'Digits', 'Folder', 'HubData', 'Shards', 'open_data',
            'check_classes', 'Images', 'complain', 'loaders', 'validate', 'VisionRun', 'seed_epoch', 'train_epoch',
-           'save_run', 'resume_run', 'train_vision', 'CompareConfig', 'settings_for', 'digits_cell', 'digits_cells',
-           'results_of', 'run', 'measured', 'gpu_record', 'comparisons', 'verdict', 'figures', 'tables']
+           'save_run', 'resume_run', 'train_vision', 'CompareConfig', 'settings_for', 'digits_cell', 'results_of',
+           'run', 'measured', 'gpu_record', 'comparisons', 'verdict', 'figures', 'tables']
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-003
 import dataclasses, glob, io, json, math, os, random, sys, tarfile, time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -33,7 +31,7 @@ from torch import Tensor, nn
 
 from . import claims
 from .records import (
-    append_jsonl, atomic_file, command_line, environment, progress, read_json, read_jsonl, to_plain,
+    append_jsonl, atomic_file, command_line, environment, progress, read_json, read_jsonl, side_by_side, to_plain,
     without_machine_paths, write_json, write_jsonl)
 from .training import TrainingDiverged, make_accelerator
 from ..models.vision import default_cfgs, timm
@@ -1141,28 +1139,14 @@ def digits_cell(
     config: CompareConfig,
     folder: Path,         # where finished cells are kept
 ) -> dict:
-    "Train one model from one seed on one thread, or read the result of having done so."
+    "Train one model from one seed, or read the result of having done so."
     path, settings = folder / f"{name}-seed{seed}.json", replace(config.fit, seed=seed)
     if path.exists() and (known := read_json(path)).get("settings") == to_plain(asdict(settings)):
         return known
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        model = make_model(name, config.size, seed)
-        found = fit(model, *digits(), settings, quiet=True)
-    finally:
-        torch.set_num_threads(threads)
+    model = make_model(name, config.size, seed)
+    found = fit(model, *digits(), settings, quiet=True)
     return read_json(write_json(path, {"model": name, "seed": seed, "parameters": count_parameters(model),
                                        "settings": asdict(settings), **found}))
-
-def digits_cells(config, folder, workers):
-    "All cells, in as many processes as are asked for."
-    grid = [(name, seed, config, folder) for seed in config.seeds for name in config.models]
-    if workers == 1:
-        return [digits_cell(*place) for place in progress(grid, "digits (model, seed)")]
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(digits_cell, *place) for place in grid]
-        return [job.result() for job in progress(jobs, "digits (model, seed)")]
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-079
 def results_of(
@@ -1201,7 +1185,8 @@ def run(
         gpu_worker(config.data, folder / "worker.json", folder / "board", minutes=22, seeds=len(config.seeds))
         return gpu_record([read_json(folder / "worker.json")], folder / "record.json")
     digits() # so that a missing scikit-learn is told before processes are started
-    cells = digits_cells(config, folder / "cells", workers)
+    grid = [(name, seed, config, folder / "cells") for seed in config.seeds for name in config.models]
+    cells = side_by_side(digits_cell, grid, workers, "digits (model, seed)")
     record = {
         "claim": "vision", "scale": scale, "settings": asdict(config),
         "results": results_of(cells, config.models) | {"data": "digits", "held_out": len(digits()[1].labels)},
