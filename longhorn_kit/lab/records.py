@@ -362,7 +362,7 @@ def side_by_side(
     """Call a function for every job, several processes at a time, on one thread each.
 
     After ctrl-C no job begins, and those under way are asked to stop. An error of a job is raised once the others
-    that are under way have ended."""
+    that are under way have ended. A script that comes here needs `if __name__ == "__main__":` around its call."""
     if workers == 1:
         with one_thread():
             return [function(*job) for job in progress(jobs, desc)]
