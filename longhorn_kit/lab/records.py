@@ -381,5 +381,5 @@ def side_by_side(
             for process in active_children():
                 process.terminate()
             told = [str(future.exception()) for future in running if isinstance(future.exception(), KeyboardInterrupt)]
-            raise KeyboardInterrupt(*told[:1]) from None
+            raise KeyboardInterrupt(*(text.replace("stopped by SIGTERM", "interrupted") for text in told[:1])) from None
     return [found[place] for place in range(len(jobs))]
