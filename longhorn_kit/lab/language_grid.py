@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -274,7 +273,7 @@ def worker(
     folder, deadline = Path(options["folder"]), options["deadline"]
     if options["device"] == "cpu":
         torch.set_num_threads(1)
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start() # or it would keep its GPU
+    end_with(os.getppid()) # or it would keep its GPU
     try:
         if options["what"] == "time":
             return time_jobs(options, folder, deadline)

@@ -549,7 +549,7 @@ def run(
     scale: str,            # a name in `SCALES`
     folder: str | Path,    # for runs.jsonl and record.json
     grid: Grid | None = None, # another grid than that of the scale
-    workers: int | None = None, # processes: on a GPU for each of them; None: 2
+    workers: int = 2,      # processes: on a GPU for each of them; 0: this one alone
     lanes: int = 6,        # trainings side by side in each process on a GPU
     minutes: float = 1e6,  # when to stop, done or not
 ) -> dict:
@@ -563,9 +563,9 @@ def run(
     if workers == 0:
         work(grid, folder, "cuda" if gpus else "cpu", lanes if gpus else 1, minutes)
     else:
-        devices = (gpus or ["cpu"]) * (workers or 2)
+        devices = (gpus or ["cpu"]) * workers
         watch(grid, folder, start_workers(grid, folder, devices, lanes if gpus else 1, minutes), gpus)
-    at_once = (len(gpus) * lanes or 1) * (1 if workers == 0 else workers or 2)
+    at_once = (len(gpus) * lanes or 1) * max(1, workers)
     return finished_record(scale, grid, folder, time.monotonic() - begun, at_once)
 
 def finished_record(

@@ -336,19 +336,21 @@ def end_with(
     parent: int, # number of the process that started this one
     grace: float = 90, # seconds to keep what there is to keep
 ):
-    "Ask this process to stop when the one that started it is gone, and end it if it does not."
-    while os.getppid() == parent:
-        time.sleep(2)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace)
-    os._exit(1)
+    "From now on, ask this process to stop when the one that started it is gone, and end it if it does not."
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 def _begin(parent):
     "What a process of `side_by_side` does first."
     torch.set_num_threads(1)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0) # out of the terminal's ctrl-C
-        threading.Thread(target=end_with, args=(parent, 20), daemon=True).start()
+        end_with(parent, 20)
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-054
 def side_by_side(
@@ -366,7 +368,7 @@ def side_by_side(
     if workers == 1:
         with one_thread():
             return [function(*job) for job in progress(jobs, desc)]
-    waiting, running, found = list(enumerate(jobs)), {}, {}
+    waiting, running, found, others = list(enumerate(jobs)), {}, {}, active_children()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),))
     with pool, progress(total or len(jobs), desc) as bar:
         try:
@@ -379,7 +381,10 @@ def side_by_side(
                 bar.update((done() if done else len(found)) - bar.n)
         except KeyboardInterrupt:
             for process in active_children():
-                process.terminate()
-            told = [str(future.exception()) for future in running if isinstance(future.exception(), KeyboardInterrupt)]
-            raise KeyboardInterrupt(*(text.replace("stopped by SIGTERM", "interrupted") for text in told[:1])) from None
+                if process not in others:
+                    process.terminate()
+            for future in running:
+                if isinstance(error := future.exception(), KeyboardInterrupt): # says what was kept
+                    raise KeyboardInterrupt(str(error).replace("stopped by SIGTERM", "interrupted")) from None
+            raise
     return [found[place] for place in range(len(jobs))]
