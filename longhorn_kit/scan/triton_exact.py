@@ -70,6 +70,12 @@ def _store_rows(ptr, offsets, value, t, left, columns, RAGGED_T: gl.constexpr, R
 
 
 @gluon.jit
+def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
+    # Of block pd. The last block of a ragged width starts early instead of ending late: nothing of it lies outside.
+    return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
+
+
+@gluon.jit
 def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
     # (batch, first row in the batch, first row of all, length, first checkpoint); every sequence has one extra checkpoint.
     if PACKED:
@@ -116,7 +122,7 @@ def _exact_fwd_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])        # a lane is a channel
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BD // 8), BD // 8], [NW, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     # rows of 16 steps, rotated so that no way of reading them makes two lanes wait for one bank
     by_channel: gl.constexpr = (
@@ -132,7 +138,8 @@ def _exact_fwd_kernel(
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sz_v, VEC, ONE_STRIDE)
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
-    dC = (pd * BD + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
+    d0 = _first_channel(pd, DV, BD, VEC)
+    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
     oX = tC * sx + dC
     oB = tC * sb + dC
     oZ = tC * sz + dC
@@ -140,7 +147,7 @@ def _exact_fwd_kernel(
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
     oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    dM = pd * BD + gl.arange(0, BD, gl.SliceLayout(1, MMA))
+    dM = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     oS = dM[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, MMA))[None, :]
     mS = dM[:, None] < D
     causal = gl.arange(0, C, gl.SliceLayout(1, MMA))[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
@@ -304,9 +311,9 @@ def _exact_fwd_kernel(
     _store(hT + seq * N * D, oS, S, mS, RAGGED_D)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-030
-@gluon.jit(do_not_specialize=["T"])
-def _exact_bwd_kernel(
-        x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
+@gluon.jit
+def _exact_bwd_block(
+        pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
@@ -318,7 +325,7 @@ def _exact_bwd_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (BD // 4), BD // 4], [NW, 1], [1, 0])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BD // 8), BD // 8], [NW, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
     by_step: gl.constexpr = (
@@ -335,9 +342,7 @@ def _exact_bwd_kernel(
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    pid = gl.program_id(0)
-    seq = (pid // ND).to(gl.int64)
-    pd = pid % ND
+    seq = (gl.program_id(0) // ND).to(gl.int64)
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
@@ -605,6 +610,24 @@ def _exact_bwd_kernel(
     gl.store(dskip + seq * D + dT, ads, mask=dT < D)
     _store(dh0 + seq * N * D, oS, G, mS, RAGGED_D)
 
+@gluon.jit(do_not_specialize=["T"])
+def _exact_bwd_kernel(
+        x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
+        sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
+        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
+        HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+    # The last block of a ragged width has masks; if all had them, registers would spill in all.
+    pd = gl.program_id(0) % ND
+    if pd == ND - 1 if RAGGED_D else False:
+        _exact_bwd_block(pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
+                         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v, VEC, N, BD, NW, NS, HAS_BIAS, HAS_SKIP, HAS_Z,
+                         HAS_DHT, PACKED, RAGGED_T, True, ONE_STRIDE)
+    else:
+        _exact_bwd_block(pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
+                         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v, VEC, N, BD, NW, NS, HAS_BIAS, HAS_SKIP, HAS_Z,
+                         HAS_DHT, PACKED, RAGGED_T, False, ONE_STRIDE)
+
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-032
 FEW_WARPS = 8448   # below this many batch * channels (two warps a scheduler) a program gets two warps, or half the channels
 
@@ -668,7 +691,7 @@ def exact_forward(
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-039
