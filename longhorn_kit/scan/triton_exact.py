@@ -616,10 +616,10 @@ def _exact_bwd_kernel(
         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # The last block of a ragged width has masks; if all had them, registers would spill in all.
     pd = gl.program_id(0) % ND
-    if pd == ND - 1 if RAGGED_D else False:
+    if True if NARROW else (pd == ND - 1 if RAGGED_D else False):
         _exact_bwd_block(pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
                          sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v, VEC, N, BD, NW, NS, HAS_BIAS, HAS_SKIP, HAS_Z,
                          HAS_DHT, PACKED, RAGGED_T, True, ONE_STRIDE)
@@ -718,6 +718,7 @@ def exact_backward(
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
+        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0,
+        NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)
