@@ -159,6 +159,11 @@ def small_memory(shape, form):
     return 100 * (sum(kernel("memory", shape, form)) / sum(kernel("main", shape, form)) - 1)
 
 
+def against_plain(section, shape, form, way):
+    "The time of a case in terms of the plain one's at S1; way 0 is forward, 1 backward."
+    return kernel(section, shape, form)[way] / kernel("main", "S1", form)[way]
+
+
 def lead(size, first, second):
     losses = claims.OPENWEBTEXT[size]
     return losses[second] - losses[first]
@@ -188,6 +193,10 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
         "23 %": lambda: small_memory("S3", "diagonal")},
     "nbs/scan/14_triton_exact.ipynb": {
         "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
+    "nbs/scan/16_speed.ipynb": {
+        "3.04 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1),
+        "1.23 times": lambda: against_plain("ragged", "S1, D=2040", "exact", 0),
+        "1.83 times": lambda: against_plain("ragged", "S1, D=2044", "exact", 0)},
 }
 GIVEN = { # page -> number as written -> why no record of ours holds it
     "nbs/lab/33_mqar_grid.ipynb": {"700 W": "what the maker of the H200 allows it to draw"},
