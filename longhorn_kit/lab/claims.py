@@ -129,7 +129,8 @@ PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GP
 NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "scalar rate",
     "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
-    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT"}
+    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT", "mamba_input_a": "Mamba with A from the input",
+    "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6"}
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-024
 def scores_text(
