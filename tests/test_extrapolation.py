@@ -198,6 +198,14 @@ def test_teaching_leaves_the_model_alone():
     assert not torch.equal(taught.embedding.weight, lm.embedding.weight) and not taught.training
 
 
+def test_bf16_is_close_to_float32():
+    texts = ex.Texts(BYTES, TEXT, {"held out": TEXT})
+    found = [ex.measure(new_model(LMConfig(256, 16, 1, mixer="longhorn_exact"), 0), texts, replace(CONFIG, needles=(), taught=(), precision=precision))
+             for precision in ("float32", "bf16")]
+    wide, narrow = (result["text"]["held out"]["by_length"]["nats"] for result in found)
+    assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
+
+
 # Runs
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from .language import (
     LM_PRESETS, LanguageConfig, LMPreset, cache_numbers, new_model, override, run_model)
 from .records import command_line, environment, one_thread, read_json, to_plain, write_json
 from ..models import LMConfig, SequenceLM
+from ..scan.op import check_choice
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()
@@ -338,6 +339,7 @@ class ExtrapolationConfig:
     windows: int = 6                   # of the longest kind, one after another in the text
     chunk: int = 256                   # tokens to read at a time
     tokens_at_once: int = 2048         # over the windows read side by side
+    precision: str = "float32"         # or "bf16": of products and activations, as on a GPU in training
     needles: tuple = ()                # kinds that the model is asked for as it is
     taught: tuple = ("fact",)          # kinds that it is asked for after lessons
     needle_lengths: tuple = (64, 128, 256, 512, 1024, 2048)
@@ -354,7 +356,7 @@ GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SETTINGS = {
     "laptop": ExtrapolationConfig(256, LM_PRESETS["laptop"]),
     "gpu": ExtrapolationConfig(
-        1024, windows=10, chunk=1024, tokens_at_once=16384, needles=NEEDLES, taught=NEEDLES,
+        1024, windows=10, chunk=1024, tokens_at_once=32768, precision="bf16", needles=NEEDLES, taught=NEEDLES,
         needle_lengths=GPU_LENGTHS, twice_lengths=GPU_LENGTHS[:4], depths=(0.0, 0.25, 0.5, 0.75, 1.0), trials=10,
         teach_lengths=(256, 512, 1024), teach_steps=300, teach_lr=5e-4),
 }
@@ -386,13 +388,15 @@ def measure(
     config: ExtrapolationConfig,
 ) -> dict:
     "Perplexities on every domain, and needles hidden in the first, without and after lessons."
+    check_choice("precision", config.precision, ("float32", "bf16"))
     model, begun, words = model.eval(), time.perf_counter(), texts.tokenizer
-    found = {name: perplexities(model, tokens, config) for name, tokens in texts.held_out.items()}
-    first = next(iter(texts.held_out.values()))
-    maps, loss = {kind: retrieval_maps(model, first, words, kind, config) for kind in config.needles}, None
-    if config.taught:
-        model, loss = teach(model, texts.train, words, config)
-        maps |= {f"{kind}, taught": retrieval_maps(model, first, words, kind, config) for kind in config.taught}
+    with torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        found = {name: perplexities(model, tokens, config) for name, tokens in texts.held_out.items()}
+        first = next(iter(texts.held_out.values()))
+        maps, loss = {kind: retrieval_maps(model, first, words, kind, config) for kind in config.needles}, None
+        if config.taught:
+            model, loss = teach(model, texts.train, words, config)
+            maps |= {f"{kind}, taught": retrieval_maps(model, first, words, kind, config) for kind in config.taught}
     return {"text": found, "needles": maps, "lesson_loss": loss, "seconds": round(time.perf_counter() - begun, 1)}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-042
