@@ -840,15 +840,19 @@ def draw_throughput(
     "Tokens a second against context."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import COLORS, LABELS, label_ends
-    fig, ax = plt.subplots(figsize=(5.6, 5.2))
-    rows = [row for row in record["rows"] if not row["compile"]]
-    contexts = sorted({row["context"] for row in rows})
-    for mixer in dict.fromkeys(row["mixer"] for row in rows):
-        mine = sorted((row for row in rows if row["mixer"] == mixer), key=lambda row: row["context"])
-        speeds = [row["tokens_per_second"] / 1000 for row in mine]
-        ax.plot([row["context"] for row in mine], speeds, "o-", ms=3, color=COLORS[mixer], label=LABELS[mixer])
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="context (tokens)", ylabel="training tokens a second (thousands)", xticks=contexts,
-           xticklabels=[f"{context:,}" for context in contexts], ylim=(0, None))
-    label_ends(ax, gap=0.045)
+    ways = sorted({row["compile"] for row in record["rows"]})
+    fig, axes = plt.subplots(1, len(ways), figsize=(1 + 3.6 * len(ways), 4.4), sharey=True, squeeze=False)
+    for ax, compiled in zip(axes[0], ways):
+        rows = [row for row in record["rows"] if row["compile"] == compiled]
+        contexts = sorted({row["context"] for row in rows})
+        for mixer in dict.fromkeys(row["mixer"] for row in rows):
+            mine = sorted((row for row in rows if row["mixer"] == mixer), key=lambda row: row["context"])
+            speeds = [row["tokens_per_second"] / 1000 for row in mine]
+            ax.plot([row["context"] for row in mine], speeds, "o-", ms=3, color=COLORS[mixer], label=LABELS[mixer])
+        ax.set_xscale("log", base=2)
+        ax.set(xlabel="context (tokens)", xticks=contexts, xticklabels=[f"{context:,}" for context in contexts],
+               title="compiled" if compiled else "operation by operation")
+    axes[0, 0].set(ylabel="training tokens a second (thousands)", ylim=(0, None))
+    for ax in axes[0]:
+        label_ends(ax, gap=0.055)
     return fig
