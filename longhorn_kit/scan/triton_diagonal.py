@@ -445,7 +445,7 @@ def _four_steps(S, G, t0, se, sx, sh, sd, sk, sq, px, pe, py, pq0, pk0, pq1, pk1
         Sp = states[3 - j]
         kn = sk.index(t).load(OVER_N)[:, None]
         g1 = sd.index(t).load(OVER_D)[None, :]
-        w = sh.index(t).load(OVER_D)[None, :] - kn * Sp
+        w = sh.index(t).load(OVER_D)[None, :] - kn * Sp         # x / 2 - k S, as in (6)
         G = G + sq.index(t).load(OVER_N)[:, None] * g1
         eG = se.index(t).load(OVER_D)[None, :] * G
         ekG = kn * eG
