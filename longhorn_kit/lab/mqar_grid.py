@@ -584,7 +584,7 @@ def finished_record(
     return read_json(write_json(folder / ("record.json" if complete else "partial.json"), record))
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-041
-NAMES = claims.NAMES | {"deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "mamba2": "Mamba-2"}
+NAMES = claims.NAMES
 
 def name_of(
     cell: dict,

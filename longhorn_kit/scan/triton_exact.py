@@ -114,7 +114,7 @@ def _exact_fwd_kernel(
         x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, DV, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr, READ: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and what waits for nothing. Region 2: what needs its U.
     # Copies run NS chunks ahead in a ring: after region 1 nobody reads a slot, so chunk c + NS goes where c was.
     C: gl.constexpr = 16
@@ -154,9 +154,9 @@ def _exact_fwd_kernel(
     bi = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
     ds = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
     if HAS_BIAS:
-        bi = -LOG2E * _load(bias, dM, dM < D, RAGGED_D).to(gl.float32)[:, None]
+        bi = -LOG2E * _load(bias, dM, dM < D, NARROW).to(gl.float32)[:, None]
     if HAS_SKIP:
-        ds = _load(skip, dM, dM < D, RAGGED_D).to(gl.float32)[:, None]
+        ds = _load(skip, dM, dM < D, NARROW).to(gl.float32)[:, None]
     rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], by_step)
     rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], by_step)
     rk = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
@@ -174,7 +174,7 @@ def _exact_fwd_kernel(
     zD = gl.zeros([BD, C], gl.float32, MMA)
     S = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_H0:
-        S = _load(h0 + seq * N * D, oS, mS, RAGGED_D).to(gl.float32)
+        S = _load(h0 + seq * N * D, oS, mS, NARROW).to(gl.float32)
     x += batch * (sx_bv * VEC) + start * sx
     b += batch * (sb_bv * VEC) + start * sb
     z += batch * (sz_bv * VEC) + start * sz
@@ -187,12 +187,12 @@ def _exact_fwd_kernel(
     for i in gl.static_range(NS):
         c = gl.minimum(last, i)
         c64 = c.to(gl.int64) * C
-        mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
+        mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
         if READ:
             _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
@@ -218,7 +218,7 @@ def _exact_fwd_kernel(
     if READ:
         s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY))    # read as chunk -1, which does not exist
     if SAVE:
-        _store(ckpt, oS, S, mS, RAGGED_D)
+        _store(ckpt, oS, S, mS, NARROW)
     async_copy.wait_group(NS - 2)                      # its barrier, here, saves one in every turn of the loop
     here = length * 0
     for c in range(0, NC):
@@ -234,8 +234,8 @@ def _exact_fwd_kernel(
         bn = rb.index(after).permute((1, 0)).load(MMA)
         if READ:
             cp = gl.maximum(c - 1, 0)
-            mT = _mask(tC < length - cp * C, mC, RAGGED_T, RAGGED_D)
-            _store(out + cp.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or RAGGED_D)
+            mT = _mask(tC < length - cp * C, mC, RAGGED_T, NARROW)
+            _store(out + cp.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or NARROW)
             khT = rk.index(here).permute((1, 0)).load(RIGHT)
             QK = gl.where(causal, mma_v2(rq.index(here).load(LEFT), khT, zC), 0.0)
             qT = rq.index(after).permute((1, 0)).load(RIGHT)
@@ -275,12 +275,12 @@ def _exact_fwd_kernel(
         s_gram.store(gram_next)
         cn = gl.minimum(c + NS, last)
         c64 = cn.to(gl.int64) * C
-        mT = _mask(tC < length - cn * C, mC, RAGGED_T, RAGGED_D)
+        mT = _mask(tC < length - cn * C, mC, RAGGED_T, NARROW)
         mK = tK < length - cn * C
-        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or NARROW)
+        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or NARROW)
         if HAS_Z:
-            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
+            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or NARROW)
         _copy(rk.index(here), k + c64 * N, oK, mK, RAGGED_T)
         if READ:
             _copy(rq.index(here), q + c64 * N, oK, mK, RAGGED_T)
@@ -301,14 +301,14 @@ def _exact_fwd_kernel(
             Y = mma_v2(Sl, qT, zD)                     # S q of the next chunk
             Y = mma_v2(Sh, qT, Y)
         if SAVE:
-            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, RAGGED_D)
+            _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, NARROW)
         s_r.store(xn.to(gl.float32) - KS)
         async_copy.wait_group(NS - 2)
         here = after
     if READ:
-        mT = _mask(tC < length - last * C, mC, RAGGED_T, RAGGED_D)
-        _store(out + last.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or RAGGED_D)
-    _store(hT + seq * N * D, oS, S, mS, RAGGED_D)
+        mT = _mask(tC < length - last * C, mC, RAGGED_T, NARROW)
+        _store(out + last.to(gl.int64) * (C * D), oY, s_y.load(COPY), mT, RAGGED_T or NARROW)
+    _store(hT + seq * N * D, oS, S, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-030
 @gluon.jit
@@ -691,7 +691,7 @@ def exact_forward(
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-039
