@@ -120,7 +120,9 @@ def loop_count(launch, built):
     kernel, args, kwargs = launch
     if kernel.__name__ not in TURNS:
         return None
+    names = dict(zip(kernel.arg_names, args)) | kwargs
     code, (steps, inner_turns) = disassemble(built), TURNS[kernel.__name__]
+    inner_turns = 1 if names.get("UNROLL") else inner_turns
     loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
     begin, end = loops[0]
     inside = [l for l in loops[1:] if begin <= l[0] and l[1] <= end]
@@ -130,7 +132,6 @@ def loop_count(launch, built):
     for at, operation, _ in code:
         if begin <= at <= end:
             count[operation] += inner_turns if inside and inside[0][0] <= at <= inside[0][1] else 1
-    names = dict(zip(kernel.arg_names, args)) | kwargs
     scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
     kinds = {kind: round(scale * sum(count[o] for o in operations), 2) for kind, operations in KINDS.items()}
     total = round(scale * sum(count.values()), 2)
@@ -219,6 +220,7 @@ def cases(what):
         yield "fast exact odd T", fast_launches("exact", T=2041)
         yield "fast exact odd D", fast_launches("exact", D=2040)
         yield "fast diagonal N=32", fast_launches("diagonal", N=32)
+        yield "fast diagonal N=64", fast_launches("diagonal", N=64)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
 

@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # bytes of stack (NVIDIA) or spilled registers (AMD) that a kernel may use; all others none to speak of
 SPILL = {"_scan_fwd_kernel": 96, "_scan_bwd_kernel": 512, "_adjoint_kernel": 128, "_diagonal_bwd_kernel": 96, "_exact_bwd_kernel": 192}
 MANY_STATES = {"_exact_bwd_kernel": 256}
+SHARED = {"_diagonal_bwd_kernel": 110}     # KiB with 64 states, two programs a multiprocessor; all others 60
 
 
 def compiled(what, targets, only=""):
@@ -29,7 +30,8 @@ def assert_bounded(rows):
             limit = max(limit, MANY_STATES.get(row["kernel"], 64))
         assert row["spill"] <= limit, row
         assert row["registers"] <= (512 if row["target"].startswith("gfx") else 255), row
-        assert row["shared"] <= 60 * 1024, row
+        room = SHARED.get(row["kernel"], 60) if "N=64" in row["case"] else 60
+        assert row["shared"] <= room * 1024, row
         assert row["unwaited"] == 0, row
 
 

@@ -419,9 +419,27 @@ def _pair(sooner, later):
 
 
 @gluon.jit
-def _four_steps(S, G, t0, se, sx, sh, sd, sk, sq, px, pe, py, pq0, pk0, pq1, pk1, HAS_Z: gl.constexpr):
+def _part_buffers(N: gl.constexpr, BD: gl.constexpr, HAS_Z: gl.constexpr):
+    # Where the lanes of a half leave their parts of dx, db, y, dq and dk.
+    by_state: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    by_channel: gl.constexpr = _rotated(2, N)
+    px = gl.allocate_shared_memory(gl.float32, [4, N // 4, BD], by_state)
+    pe = gl.allocate_shared_memory(gl.float32, [4, N // 4, BD], by_state)
+    pq0 = gl.allocate_shared_memory(gl.float32, [2, N, BD // 4], by_channel)
+    pk0 = gl.allocate_shared_memory(gl.float32, [2, N, BD // 4], by_channel)
+    pq1 = gl.allocate_shared_memory(gl.float32, [2, N, BD // 4], by_channel)
+    pk1 = gl.allocate_shared_memory(gl.float32, [2, N, BD // 4], by_channel)
+    py = px
+    if HAS_Z:
+        py = gl.allocate_shared_memory(gl.float32, [4, N // 4, BD], by_state)
+    return px, pe, py, pq0, pk0, pq1, pk1
+
+
+@gluon.jit
+def _four_steps(S, G, t0, se, sx, sh, sd, sk, sq, parts, HAS_Z: gl.constexpr):
     # Four steps forward, their states kept in registers, then back with (2) to (4). A lane sums what it holds.
     # Every buffer is written once: before a second store the compiler puts a barrier.
+    px, pe, py, pq0, pk0, pq1, pk1 = parts
     N: gl.constexpr = S.shape[0]
     BD: gl.constexpr = S.shape[1]
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
@@ -469,9 +487,11 @@ def _four_steps(S, G, t0, se, sx, sh, sd, sk, sq, px, pe, py, pq0, pk0, pq1, pk1
 def _diagonal_bwd_kernel(
         x, b, z, g, k, q, bias, skip, dhT, cu, owner, ckpt, carry, dx, db, dz, dtok, drate, dbias, dskip, dh0,
         T, LS, SLOTS, ND, DV, rows, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
-        VEC: gl.constexpr, N: gl.constexpr, NW: gl.constexpr, SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
+        VEC: gl.constexpr, N: gl.constexpr, NW: gl.constexpr, UNROLL: gl.constexpr, OWN: gl.constexpr,
+        SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
         HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # One program: 32 channels of one segment, 16 states a warp. Chunks of 8 steps from their checkpoint, in two halves.
+    # UNROLL: halves written out in the loop's body. OWN: with a set of buffers each, so that the second need not wait for the first.
     C: gl.constexpr = 8
     BD: gl.constexpr = 32
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
@@ -490,10 +510,8 @@ def _diagonal_bwd_kernel(
     SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0])    # keys, with a tile's rows
     OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
-    rows3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pairs: gl.constexpr = _rotated(2, N)
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -529,7 +547,11 @@ def _diagonal_bwd_kernel(
     cg = gl.allocate_shared_memory(g.dtype.element_ty, [C, BD], rows2)
     ck = gl.allocate_shared_memory(k.dtype.element_ty, [C, N], rows2)
     cq = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], rows2)
-    cS = gl.allocate_shared_memory(gl.float32, [N, BD], rows2)
+    if OWN:                                            # the next chunk's checkpoint arrives beside this one's
+        cS = gl.allocate_shared_memory(gl.float32, [2, N, BD], rows2)
+        here = cS.index(0)
+    else:
+        here = gl.allocate_shared_memory(gl.float32, [N, BD], rows2)
     se = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sh = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
@@ -543,21 +565,16 @@ def _diagonal_bwd_kernel(
     sd1 = sd._reinterpret(gl.float32, [C, BD], rows1)
     sk1 = sk._reinterpret(gl.float32, [C, N], rows1)
     sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
-    px = gl.allocate_shared_memory(gl.float32, [4, NL, BD], rows3)
-    pe = gl.allocate_shared_memory(gl.float32, [4, NL, BD], rows3)
-    pq0 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
-    pk0 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
-    pq1 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
-    pk1 = gl.allocate_shared_memory(gl.float32, [2, N, DL], pairs)
+    parts = _part_buffers(N, BD, HAS_Z)
+    if OWN:
+        more = _part_buffers(N, BD, HAS_Z)
     se4 = se._reinterpret(gl.float32, [2, 4, BD], rows2)
     sh4 = sh._reinterpret(gl.float32, [2, 4, BD], rows2)
     sd4 = sd._reinterpret(gl.float32, [2, 4, BD], rows2)
     sm4 = sm._reinterpret(gl.float32, [2, 4, BD], rows2)
-    py = px
     if HAS_Z:
         sf = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
         sf4 = sf._reinterpret(gl.float32, [2, 4, BD], rows2)
-        py = gl.allocate_shared_memory(gl.float32, [4, NL, BD], rows3)
     G = gl.zeros([N, BD], gl.float32, STATE)
     if SEGMENTED:
         G = _load(carry + slot.to(gl.int64) * N * D, nd, mS, True)
@@ -588,7 +605,7 @@ def _diagonal_bwd_kernel(
     _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
     _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
     _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
-    _copy(cS, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
+    _copy(here, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
     async_copy.commit_group()
     abi = gl.zeros([4, BD], gl.float32, HALF)
     ads = gl.zeros([4, BD], gl.float32, HALF)
@@ -617,7 +634,9 @@ def _diagonal_bwd_kernel(
         sh.store(0.5 * xf)
         sk.store(kf)
         sq.store(cq.load(SUMS).to(gl.float32))
-        S = cS.load(STATE)
+        if OWN:
+            here = cS.index(i % 2)
+        S = here.load(STATE)
         cn = gl.maximum(c - 1, 0)
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
@@ -629,18 +648,27 @@ def _diagonal_bwd_kernel(
         _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
         _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
         _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
+        if OWN:
+            _copy(cS.index((i + 1) % 2), ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
+            async_copy.commit_group()
         if HAS_SKIP:
             ds = _load(skip, dO, dO < D, RAGGED_D).to(gl.float32)[None, :]
         for u in gl.static_range(4):                   # to the middle of the chunk
             kn = sk1.index(u).load(OVER_N)[:, None]
             S = S + (kn * se1.index(u).load(OVER_D)[None, :]) * (sx1.index(u).load(OVER_D)[None, :] - kn * S)
-        for back in range(0, 2):                       # its second half, then its first
+        for back in (gl.static_range if UNROLL else range)(2): # its second half, then its first
+            mine = parts
+            if OWN:
+                if back == 1:
+                    mine = more
+            px, pe, py, pq0, pk0, pq1, pk1 = mine
             t0 = 4 - 4 * back
             if back == 1:
-                S = cS.load(STATE)
-                _copy(cS, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
-                async_copy.commit_group()
-            S, G = _four_steps(S, G, t0, se1, sx1, sh1, sd1, sk1, sq1, px, pe, py, pq0, pk0, pq1, pk1, HAS_Z)
+                S = here.load(STATE)
+                if not OWN:
+                    _copy(here, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
+                    async_copy.commit_group()
+            S, G = _four_steps(S, G, t0, se1, sx1, sh1, sd1, sk1, sq1, mine, HAS_Z)
             mO = _mask(tO < left - c * C - t0, mD, RAGGED_T, RAGGED_D)
             o64 = c.to(gl.int64) * (C * D) + t0 * D
             dq0 = gl.sum(pq0.load(PAIRS), 2)
@@ -713,6 +741,14 @@ def diagonal_plan(
 def _largest_state():
     # 128 states take 120 KiB of shared memory in float32; the smaller GPUs of a generation have 99.
     return 128 if torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= 131072 else 64
+
+
+@cache
+def _own_buffers(NP):
+    # For 64 states, where a multiprocessor holds two such programs of 110 KiB and the system's 1; with 128 it is no gain.
+    two = 2 * (110 + 1) * 1024
+    return NP == 64 and (not torch.cuda.is_available()       # compilation ahead of time
+                         or torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor >= two)
 
 
 def diagonal_takes(D: int, N: int) -> bool:
@@ -821,8 +857,8 @@ def diagonal_backward(
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dinitial,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
-        VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-        HAS_Z=z is not None, HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
+        VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=_own_buffers(p.NP), SEGMENTED=p.segmented,
+        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar, drate)

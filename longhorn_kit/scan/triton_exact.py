@@ -656,7 +656,11 @@ def _ring(
 ) -> int:
     "Slots in the ring of asynchronous copies."
     if direction == "forward":
-        return 4 if plan.NP > 16 else 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
+        if plan.NP > 16:
+            return 4
+        if plan.D % 16:           # rows that do not begin with a sector; copies of less than 16 bytes want room in the L1 cache
+            return 4 if plan.D % 8 == 0 else 3
+        return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
