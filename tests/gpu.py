@@ -17,7 +17,7 @@ import time
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 FILES = ("test_triton_portable.py", "test_triton_fast.py", "test_triton_composes.py", "test_op.py", "test_decode.py",
-         "test_short_conv.py")
+         "test_short_conv.py", "test_matrix.py", "test_models_cuda.py")
 BIG = re.compile("two_to_the_31")
 
 

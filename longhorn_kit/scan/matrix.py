@@ -11,6 +11,8 @@ __all__ = ['MATRIX_SCANS', 'matrix_update', 'matrix_read', 'reference_matrix_sca
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-003
 import functools
 import importlib
+import re
+from importlib import metadata
 from importlib.util import find_spec
 
 import torch
@@ -168,10 +170,16 @@ def fla_trouble() -> str | None:
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-036
+try:
+    TRITON = tuple(map(int, re.findall(r"\d+", metadata.version("triton"))[:3]))
+except metadata.PackageNotFoundError: # it has no builds for macOS and Windows
+    TRITON = ()
+
 def fla_obstacle(
     q: Tensor,           # (B,T,H,N)
     x: Tensor,           # (B,T,H,P)
     beta: Tensor | None, # (B,T,H)
+    log_decay: Tensor | None = None, # (B,T,H) or (B,T,H,N)
 ) -> str | None:
     "Why flash-linear-attention's kernels cannot run these tensors; None if they can."
     if not q.is_cuda:
@@ -181,6 +189,9 @@ def fla_obstacle(
     if beta is not None and (x.dtype == torch.float32 or q.shape[-1] > 256):
         given = f"{x.dtype} and {q.shape[-1]}"
         return f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {given}"
+    one_a_head = log_decay is not None and log_decay.dim() == 3
+    if one_a_head and (3, 4, 0) <= TRITON < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9:
+        return "on Hopper GPUs the gradients of one decay a head are wrong before Triton 3.7.1 (its issue 640)"
     return fla_trouble()
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-037
@@ -189,12 +200,13 @@ def pick_matrix_backend(
     q: Tensor,                   # (B,T,H,N)
     x: Tensor,                   # (B,T,H,P)
     beta: Tensor | None = None,  # (B,T,H)
+    log_decay: Tensor | None = None, # (B,T,H) or (B,T,H,N)
 ) -> str:                        # "fla", "chunked" or "reference"
     "The backend that runs; ValueError if it is unknown, or is `fla` and cannot run."
     check_choice("backend", backend, ("auto", "fla", "chunked", "reference"))
     if backend in ("chunked", "reference"):
         return backend
-    obstacle = fla_obstacle(q, x, beta)
+    obstacle = fla_obstacle(q, x, beta, log_decay)
     if backend == "fla" and obstacle:
         raise ValueError(f"backend 'fla' cannot run this: {obstacle}")
     rounds = backend == "auto" and x.dtype == torch.float32 # to ten bits, in every product
@@ -259,7 +271,7 @@ def matrix_scan(
 ):
     "out (B,T,H,P) in x.dtype, or (out, final_state (B,H,P,N)); the state is float32, or float64."
     check_matrix_arguments(q, k, x, log_decay, beta, bonus, initial_state)
-    backend = pick_matrix_backend(backend, q, x, beta)
+    backend = pick_matrix_backend(backend, q, x, beta, log_decay)
     if log_decay is not None and log_decay.dim() == 3:
         log_decay = log_decay[..., None]
     wide = compute_dtype(q, k, x, log_decay, beta, bonus, initial_state)
