@@ -664,7 +664,9 @@ def unfinished_table(
     "What the grid holds and the record does not."
     from longhorn_kit.plots import LABELS
     results = record["results"]
-    told = lambda run: f"stopped after step {run['step']}" if run["step"] else "not run"
+    errors = {(run["mixer"], run["seed"]): run["error"].splitlines()[0] for run in results.get("failed", ())}
+    cut = lambda run: f"stopped after step {run['step']}" if run["step"] else "not run"
+    told = lambda run: errors.get((run["mixer"], run["seed"])) or cut(run)
     rows = [[LABELS[run["mixer"]], run["seed"], told(run)] for run in results["not_run"]]
     diverged = [run for run in results["runs"] if "diverged" in run]
     rows += [[LABELS[run["mixer"]], run["seed"], run["diverged"]] for run in diverged]
