@@ -658,7 +658,7 @@ def _diagonal_bwd_kernel(
             S = S + (kn * se1.index(u).load(OVER_D)[None, :]) * (sx1.index(u).load(OVER_D)[None, :] - kn * S)
         for back in (gl.static_range if UNROLL else range)(2): # its second half, then its first
             mine = parts
-            if OWN:
+            if OWN:                                    # then `back` is a number of the compiler's: buffers cannot be chosen at run time
                 if back == 1:
                     mine = more
             px, pe, py, pq0, pk0, pq1, pk1 = mine
@@ -858,7 +858,7 @@ def diagonal_backward(
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dinitial,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
         VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=_own_buffers(p.NP), SEGMENTED=p.segmented,
-        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
-        RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
+        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
+        PACKED=packed, RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar, drate)
