@@ -859,6 +859,7 @@ def diagonal_backward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
         VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=_own_buffers(p.NP), SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % 32 != 0,
+        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar, drate)
