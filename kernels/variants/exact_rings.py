@@ -18,13 +18,14 @@ from shared import SHAPES, inputs
 from longhorn_kit.scan import triton_exact
 
 RINGS = dict(forward=(3, 4, 5, 6, 8), backward=(2, 3, 4))
-WIDTHS = {f"S1, D={D}": (*SHAPES["S1"][:2], D, 16) for D in (2040, 2044)} # rows that do not begin with a sector; copies of 8 bytes
+# also rows that do not begin with a sector of memory, and copies of 8 bytes
+SIZES = SHAPES | {f"S1, D={D}": (*SHAPES["S1"][:2], D, 16) for D in (2040, 2044)}
 default_ring = triton_exact._ring
 
 
 def run(shape, rings, few):
     "Forward and backward as functions, with the given rings and the given choice for few channels (None: the default)."
-    B, T, D, N = (SHAPES | WIDTHS)[shape]
+    B, T, D, N = SIZES[shape]
     a, _, dout, _ = inputs(B, T, D, N, "exact")
     plans = [triton_exact.exact_plan(B, T, D, N, None, way, few=few) for way in ("forward", "backward")]
     def with_ring(f):
@@ -54,7 +55,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     rows = []
-    for shape in SHAPES | WIDTHS:
+    for shape in SIZES:
         forward, backward = run(shape, {}, None)
         right = [t for t in (forward()[0], *backward()) if t is not None]
         variants = [({}, None)] + [({way: n}, None) for way, depths in RINGS.items() for n in depths]

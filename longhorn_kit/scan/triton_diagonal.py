@@ -658,7 +658,7 @@ def _diagonal_bwd_kernel(
             S = S + (kn * se1.index(u).load(OVER_D)[None, :]) * (sx1.index(u).load(OVER_D)[None, :] - kn * S)
         for back in (gl.static_range if UNROLL else range)(2): # its second half, then its first
             mine = parts
-            if OWN:                                    # then `back` is a number of the compiler's: buffers cannot be chosen at run time
+            if OWN:                                    # buffers cannot be chosen at run time: `back` is known then
                 if back == 1:
                     mine = more
             px, pe, py, pq0, pk0, pq1, pk1 = mine

@@ -659,7 +659,7 @@ def _ring(
         if plan.NP > 16:
             return 4
         if plan.D % 16:           # rows that do not begin with a sector; copies of less than 16 bytes want room in the L1 cache
-            return 4 if plan.D % 8 == 0 else 3
+            return 4 if _vector(plan.D) == 8 else 3
         return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
