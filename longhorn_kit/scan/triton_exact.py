@@ -673,10 +673,9 @@ def _ring(
     if direction == "forward":
         if plan.NP > 16:
             return 4
-        one_round = plan.n_seq * plan.blocks <= ONE_ROUND
         if plan.D % 16:           # rows that do not begin with a sector; copies of less than 16 bytes want room in the L1 cache
-            return 4 if _vector(plan.D) == 8 or one_round else 3
-        return 6 if one_round else 8
+            return 4 if _vector(plan.D) == 8 else 3
+        return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
@@ -712,8 +711,8 @@ def exact_forward(
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
         PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
-    if x.is_cuda and vec < 8 and p.n_seq * p.blocks <= ONE_ROUND: # from the next launch on
-        _leave_to_cache(kernel, 4)
+    if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
+        _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-039

@@ -1,0 +1,74 @@
+"""The exact forward with other divisions of a multiprocessor's memory between shared memory and first cache, by width and ring.
+
+    python kernels/variants/exact_cache.py [--out FILE.json]      # about two minutes on an H200
+
+Copies of less than 16 bytes, which widths that are no multiple of 8 need, pass through the first cache; it is what shared
+memory leaves over. `driver`: no wish is expressed. The other columns are what the driver is asked for, in per cent of 228
+KiB; it takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared with the default before it is timed.
+"""
+import argparse
+import ctypes
+import json
+import pathlib
+
+import torch
+import triton
+from triton.testing import do_bench_cudagraph
+
+from shared import SHAPES, inputs
+from longhorn_kit.lab.records import commit_of_kit
+from longhorn_kit.scan import triton_exact
+
+SIZES = {f"{name}, D={D}": (*SHAPES[name][:2], D, 16) for name, widths in
+         (("S1", (2048, 2040, 2044, 2046)), ("S2", (1536, 1532)), ("S3", (4096, 4092))) for D in widths}
+PERCENT = {"driver": -1, "100": 30, "132": 44, "164": 58, "196": 72}
+RINGS = (3, 4, 6)
+default_ring = triton_exact._ring
+
+
+def divide(percent):
+    "Express a wish for every exact forward that has been compiled."
+    driver = ctypes.CDLL("libcuda.so.1")
+    for kernels, *_ in triton_exact._exact_fwd_kernel.device_caches.values():
+        for kernel in kernels.values():
+            driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), triton_exact.CARVEOUT, percent)
+
+
+def measure(size, slots):
+    "Milliseconds for each division, the better of two rounds."
+    B, T, D, N = SIZES[size]
+    a = inputs(B, T, D, N, "exact")[0]
+    plan = triton_exact.exact_plan(B, T, D, N)
+    forward = lambda: triton_exact.exact_forward(plan, *a.values(), None, None)
+    right, found = forward()[0], {name: [] for name in PERCENT}
+    triton_exact._ring = lambda plan, direction="forward": slots or default_ring(plan, direction)
+    try:
+        if not (difference := ((forward()[0].float() - right.float()).norm() / right.float().norm()).item()) < 5e-3:
+            raise SystemExit(f"{size} with {slots} slots is wrong by {difference:.1e}: no time")
+        for name, percent in 2 * list(PERCENT.items()):
+            divide(percent)
+            found[name].append(do_bench_cudagraph(forward, rep=20, return_mode="median"))
+    finally:
+        triton_exact._ring = default_ring
+    return {name: round(min(ms), 4) for name, ms in found.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    triton_exact._leave_to_cache = lambda kernel, programs: None     # the default's own wish
+    rows = []
+    for size in SIZES:
+        for slots in RINGS:
+            rows.append(dict(size=size, slots=slots, forward_ms=measure(size, slots)))
+            print(rows[-1], flush=True)
+        torch.cuda.empty_cache()
+    if args.out:
+        record = dict(gpu=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__, commit=commit_of_kit(),
+                      command="python kernels/variants/exact_cache.py", seed=0, rows=rows)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
