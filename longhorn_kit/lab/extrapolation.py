@@ -646,18 +646,18 @@ def _draw_lengths(
     "Perplexity relative to that at the training context, against the window length."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import INK, label_ends, plot_seeds
-    results, highest = record["results"], 0.0
+    results, shown = record["results"], []
     fig, ax = plt.subplots()
     for mixer in models_in(record):
         rows = curves_of(record, mixer, lambda model: model["text"][domain]["by_length"])
         ratios = [[math.exp(nats - row["nats"][0]) for nats in row["nats"]] for row in rows]
-        ratios = np.where(np.array(ratios) < 1.5, ratios, np.nan) # a line that ends goes on above
+        ratios = np.where(np.array(ratios) < 1.1, ratios, np.nan) # a line that ends goes on above
         plot_seeds(ax, rows[0]["length"], ratios, mixer)
-        highest = max(highest, np.nanmax(ratios))
+        shown += [np.nanmin(ratios), np.nanmax(ratios)]
     lengths = rows[0]["length"]
     ax.axhline(1, color=INK, linestyle=":", linewidth=1, label="_level")
     ax.set(xscale="log", xlabel=f"window length (tokens); trained on {results['context']:,}",
-           ylabel="perplexity / that at 1×", ylim=(0.95, 1.03 * highest))
+           ylabel="perplexity / that at 1×", ylim=(min(shown) - 0.005, max(shown) + 0.005))
     ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
     ax.minorticks_off()
     label_ends(ax)

@@ -352,8 +352,9 @@ def code_of(
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        process.kill() # its compiler was busy, say; what it had finished is written
+        process.wait()
+        return -15
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-032
 def run(
@@ -610,7 +611,8 @@ def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)
     "The tables of a record."
-    return [loss_table(record), pair_table(record), efficiency_table(record), unfinished_table(record)]
+    found = [loss_table(record), pair_table(record), efficiency_table(record), unfinished_table(record)]
+    return [table for table in found if table[2]] # a complete grid leaves nothing unfinished
 
 def loss_table(
     record: dict,
