@@ -61,6 +61,8 @@ def label_ends(
     ends.sort(key=lambda end: end[0])
     for below, end in zip(ends, ends[1:]):
         end[0] = max(end[0], below[0] + gap)
+    for rank, end in enumerate(reversed(ends)): # none above the axes
+        end[0] = min(end[0], 1 - rank * gap)
     for height, line in ends:
         ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction",
                     color=line.get_color(), va="center")
