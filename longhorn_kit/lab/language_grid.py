@@ -623,11 +623,12 @@ def loss_table(
     for mixer in models_in(record):
         mine, domains = good_runs(record, mixer), (*results["domains"], "all")
         each = [spread([run["loss"][domain] for run in mine], ".4f") for domain in domains]
-        rows.append([LABELS[mixer], *each, len(mine), f"{mine[0]['parameters']:,}",
+        first = next((f"{run['loss']['all']:.4f}" for run in mine if run["seed"] == 0), "")
+        rows.append([LABELS[mixer], *each, first, len(mine), f"{mine[0]['parameters']:,}",
                      f"{mean(run['tokens_per_second'] for run in mine):,.0f}", mine[0]["engine"]["scan"]])
     title = (f"Held-out loss after {record['settings']['tokens']:,} tokens, nats a token: "
              "mean ± standard deviation over seeds")
-    return title, ["model", *results["domains"], "all", "seeds", "parameters", "tokens/s", "scan"], rows
+    return title, ["model", *results["domains"], "all", "all, seed 0", "seeds", "parameters", "tokens/s", "scan"], rows
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-051
 def pair_table(

@@ -686,25 +686,25 @@ def draw_states(
 def _states(ax, here, length, pairs):
     "One size of the task: a line a model over its widths, a dashed one over N."
     from longhorn_kit.plots import label_ends
-    for mixer in dict.fromkeys(cell["mixer"] for cell in here):
+    for i, mixer in enumerate(dict.fromkeys(cell["mixer"] for cell in here)):
         mine = [cell for cell in here if cell["mixer"] == mixer]
         usual = [cell for cell in mine if cell["options"].get("d_state", 16) == 16]
         varied = {cell["d_model"] for cell in mine if cell not in usual}
-        _by_bytes(ax, usual, "o-", NAMES[mixer])
+        _by_bytes(ax, usual, "o-", NAMES[mixer], 1.03 ** i)
         for d_model in varied:
-            _by_bytes(ax, [cell for cell in mine if cell["d_model"] == d_model], "s--", "_varied")
+            _by_bytes(ax, [cell for cell in mine if cell["d_model"] == d_model], "s--", "_varied", 1.03 ** i)
     _guess_line(ax, pairs)
     ax.set_xscale("log", base=2)
     ticks = [2**n for n in range(16) if ax.get_xlim()[0] <= 2**n <= ax.get_xlim()[1]]
     ax.set(ylabel="recall (%)", ylim=(-2, 104), title=f"{length} tokens, {pairs} pairs", xticks=ticks, xticklabels=ticks)
     label_ends(ax)
 
-def _by_bytes(ax, mine, style, label):
-    "One line over states, with the range of the seeds as bars."
+def _by_bytes(ax, mine, style, label, shift):
+    "One line over states, with the range of the seeds as bars; moved sideways, so that equal states do not hide each other."
     from longhorn_kit.plots import COLORS, INK
     mine = sorted(mine, key=lambda cell: cell["state_bytes"])
     if mine:
-        runs, places = [[100 * v for v in cell["accuracy"]] for cell in mine], [c["state_bytes"] / 1024 for c in mine]
+        runs, places = [[100 * v for v in cell["accuracy"]] for cell in mine], [shift * c["state_bytes"] / 1024 for c in mine]
         color = COLORS.get(mine[0]["mixer"], INK)
         ax.plot(places, list(map(mean, runs)), style, ms=4, lw=1.2, color=color, label=label)
         ax.vlines(places, list(map(min, runs)), list(map(max, runs)), color=color, lw=1)
@@ -751,7 +751,9 @@ def draw_rewritten(
             found = {int(key): [run[part] for run in runs] for key, runs in cell["tests"]["rewritten"].items()}
             ax.plot(list(found), [100 * mean(runs) for runs in found.values()], "o-", ms=3,
                     color=COLORS.get(cell["mixer"], INK), label=NAMES[cell["mixer"]])
-        ax.set(ylabel=label, xticks=list(found), ylim=(-2, 104))
+        ax.set(ylabel=label, xticks=list(found))
+        if part == "right":
+            ax.set_ylim(-2, 104)
         label_ends(ax, gap=0.075)
     axes[-1].set_xlabel(f"keys bound a second time (of {here[0]['pairs']} pairs)")
     return fig
