@@ -132,6 +132,20 @@ def test_the_recurrence_is_that_of_flash_linear_attention(decay, delta, bonus):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
+@pytest.mark.parametrize("decay, delta, bonus", [case for case in CASES if case[0] != "none"])
+@pytest.mark.parametrize("strongest", [-float("inf"), torch.finfo(torch.float32).min, -1e16])
+def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
+    t = draw(decay, delta, bonus, T=70)
+    t["log_decay"][:, [0, 33]] = strongest
+    t["log_decay"][:1, 50:52] = strongest
+    def run(backend):
+        leaves = {name: tensor.clone().requires_grad_(name != "log_decay") for name, tensor in t.items()}
+        y, S = matrix_scan(**leaves, output_final_state=True, backend=backend)
+        return y, S, *torch.autograd.grad(y.square().sum() + S.sum(), [v for v in leaves.values() if v.requires_grad])
+    for ours, expected in zip(run("chunked"), run("reference")):
+        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+
+
 def test_gradients_reach_everything_once_more_in_float64():
     t = {name: tensor.requires_grad_() for name, tensor in draw("key", True, False, B=1, T=5, H=1, N=2, P=2).items()}
     assert torch.autograd.gradcheck(lambda *args: matrix_scan(**dict(zip(t, args)), output_final_state=True), tuple(t.values()))

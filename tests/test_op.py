@@ -251,3 +251,35 @@ def test_bad_arguments_of_the_other_functions_are_named():
         selective_scan(t["q"], t["k"], t["x"], t["b"][:, 0], torch.zeros(5, 4))
     with message("dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t"):
         selective_step(s["q_t"], s["k_t"], s["x_t"], s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4))
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
+    t = make(dtype=torch.float64)
+    A = rates(form, t)
+    scan = lambda backend: lambda q: run(form, t | {"q": q}, A, backend=backend)
+    for ours, expected in zip(torch.func.jvp(scan("auto"), (t["q"],), (t["k"],)), torch.func.jvp(scan("reference"), (t["q"],), (t["k"],))):
+        torch.testing.assert_close(ours, expected)
+        assert expected.abs().max() > 0.1
+    two = torch.stack([t["q"], t["k"]])
+    torch.testing.assert_close(torch.func.vmap(scan("auto"))(two), torch.stack([scan("auto")(q) for q in two]))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(t["q"], t["k"])
+        assert torch.autograd.forward_ad.unpack_dual(scan("auto")(dual)).tangent.abs().max() > 0.1
+        for backend in ("chunked", "triton"):
+            with pytest.raises(ValueError, match=f"backend '{backend}' cannot run under torch.func or forward-mode"):
+                scan(backend)(dual)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_without_tokens_the_final_state_is_a_copy(form, backend):
+    t, state = make(T=0, D=1), torch.randn(B, 1, N)
+    _, final = longhorn_scan(**t, form=form, initial_state=state, output_final_state=True, backend=backend)
+    assert torch.equal(final, state) and final.data_ptr() != state.data_ptr()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_can_be_asked_of_tensors_without_data(form):
+    t = {name: value.to("meta") for name, value in make().items()}
+    assert longhorn_scan(**t, form=form).shape == (B, T, D)

@@ -237,6 +237,18 @@ def test_autocast_and_mixed_types():
         y, final = causal_conv1d(low, a["weight"], a["bias"], output_final_state=True, backend=backend)
         assert y.dtype == final.dtype == torch.bfloat16
         torch.testing.assert_close(y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05)
+        expected = causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            torch.testing.assert_close(causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend), expected)
+
+
+def test_forward_mode_takes_pytorch():
+    a, *_ = inputs(1, 5, 3, 4)
+    through = lambda x: causal_conv1d(x, a["weight"], a["bias"])
+    _, ours = torch.func.jvp(through, (a["x"],), (a["x"],))
+    _, expected = torch.func.jvp(lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(ours, expected)
 
 
 X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
@@ -252,8 +264,8 @@ X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE
     (lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"), "cannot run this: they take float32, bfloat16 and float16"),
     (lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"), "they take filters of up to 8 taps, and weight has 9"),
     (lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])), r"with cu_seqlens the batch size is 1"),
-    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "bounds that never decrease"),
-    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "from 0 to 5, the length of x"),
+    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "cu_seqlens decreases from 3 to 2; expected bounds that never decrease"),
+    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "cu_seqlens ends at 6; expected 5, the length of x"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])), "expected an int32 or int64 tensor"),
 ])
 def test_mistakes_are_told_in_one_line(call, message):

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['RULES', 'time_major', 'outer', 'over_states', 'over_channels', 'rate_and_slope', 'DiagonalRule', 'advance', 'retreat',
-           'elementwise_forward', 'elementwise_backward', 'without_autocast', 'ElementwiseScan', 'DecoupledRule',
-           'S6Rule', 'TimedS6Rule', 'substitute', 'substitute_back', 'gram_matrix', 'exact_forward',
-           'exact_chunk_backward', 'ExactScan', 'chunk_length', 'chunked_scan', 'chunked_selective_scan']
+           'elementwise_forward', 'elementwise_backward', 'without_autocast', 'Refusal', 'only_once', 'tie',
+           'ElementwiseScan', 'DecoupledRule', 'S6Rule', 'TimedS6Rule', 'substitute', 'substitute_back', 'gram_matrix',
+           'exact_forward', 'exact_chunk_backward', 'ExactScan', 'chunk_length', 'chunked_scan',
+           'chunked_selective_scan']
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-003
 import functools
@@ -14,9 +15,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .reference import compute_dtype, skip_and_gate
+from .reference import compute_dtype, no_autocast, skip_and_gate
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-006
 def time_major(
@@ -168,33 +168,64 @@ def without_autocast(
     @functools.wraps(method)
     def wrapped(ctx, *args):
         device = next(a.device.type for a in args if isinstance(a, Tensor))
-        with torch.autocast(device, enabled=False):
+        with no_autocast(device):
             return method(ctx, *args)
     return wrapped
+
+class Refusal(torch.autograd.Function):
+    "The first n tensors as they are; whoever differentiates them by any of the tensors is told that it cannot be done."
+    @staticmethod
+    def forward(ctx, n, *tensors):
+        return tuple(t.view_as(t) for t in tensors[:n])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("this scan has no second derivative with backend='chunked'; backend='reference' has one")
+
+def only_once(
+    method, # backward of an autograd Function: (ctx, *grads) -> gradients or None of its inputs
+):
+    "The method with gradients that refuse to be differentiated; what they depend on has to be among the saved tensors."
+    @functools.wraps(method)
+    def wrapped(ctx, *args):
+        with torch.no_grad():
+            grads = method(ctx, *args)
+        if not torch.is_grad_enabled(): # nobody asked for `create_graph`
+            return grads
+        found = [g for g in grads if g is not None]
+        refused = iter(Refusal.apply(len(found), *found, *args, *ctx.saved_tensors))
+        return tuple(g if g is None else next(refused) for g in grads)
+    return wrapped
+
+def tie(
+    *tensors, # or None
+) -> Tensor:  # (0,)
+    "Nothing, but in the graph it depends on all these tensors."
+    return torch.cat([t[:0].flatten() for t in tensors if t is not None])
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-025
 class ElementwiseScan(torch.autograd.Function):
     "Read-outs (B,T,D) and final state (B,D,N) of an elementwise recurrence."
     @staticmethod
     @without_autocast
-    def forward(ctx, Rule, chunk, keep, q, k, x, v, A, S):
+    def forward(ctx, Rule, chunk, keep, q, k, x, v, A, S, tied=None): # tied: see `tie`
         rule = Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
-        y, S, marks = elementwise_forward(rule, time_major(q), S.mT.contiguous(), chunk, keep)
-        ctx.save_for_backward(q, k, x, v, A, marks)
+        y, S, marks = elementwise_forward(rule, time_major(q), S.mT.clone(memory_format=torch.contiguous_format), chunk, keep)
+        ctx.save_for_backward(q, k, x, v, A, marks, tied)
         ctx.Rule, ctx.chunk = Rule, chunk
         return y.transpose(0, 1), S.mT.contiguous()
 
     @staticmethod
-    @once_differentiable
+    @only_once
     @without_autocast
     def backward(ctx, dy, dS):
-        q, k, x, v, A, marks = ctx.saved_tensors
+        q, k, x, v, A, marks, _ = ctx.saved_tensors
         rule = ctx.Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
         carry = dS.mT.clone(memory_format=torch.contiguous_format)
         grads = elementwise_backward(
             rule, time_major(q), dy.transpose(0, 1), carry, marks, ctx.chunk)
         dA = None if A is None else rule.dA
-        return None, None, None, *(g.transpose(0, 1) for g in grads), dA, carry.mT
+        return None, None, None, *(g.transpose(0, 1) for g in grads), dA, carry.mT, None
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-030
 class DecoupledRule:
@@ -310,10 +341,10 @@ def exact_forward(
         K, Q, u = k[:, t].clone(), q[:, t].clone(), torch.empty_like(r[t])
         if keep:
             marks[i] = S
-        torch.sub(x[:, t], K @ S, out=r[t].transpose(0, 1))
+        r[t] = (x[:, t] - K @ S).transpose(0, 1)
         substitute(gram_matrix(K), eps[t], r[t], u)
         U = u.transpose(0, 1)
-        torch.add(Q @ S, (Q @ K.mT).tril_() @ U, out=y[:, t])
+        y[:, t] = torch.baddbmm(Q @ S, (Q @ K.mT).tril_(), U)
         S = torch.baddbmm(S, K.mT, U)
     return y, S, r, marks
 
@@ -327,8 +358,8 @@ def exact_chunk_backward(
     w: Tensor,               # (L,B,D) output: gradient of x
 ):
     "Gradients of Q, K (B,L,N) and of the state before the chunk (B,N,D), by (8) and (9)."
-    h, W = torch.empty_like(eps), w.transpose(0, 1)
-    torch.add(K @ G, (Q @ K.mT).tril_().mT @ dY, out=h.transpose(0, 1))
+    W, h = w.transpose(0, 1), torch.baddbmm(K @ G, (Q @ K.mT).tril_().mT, dY)
+    h = h.transpose(0, 1).contiguous()
     substitute_back(gram_matrix(K), eps, h, w)
     YU, Z = (dY @ U.mT).tril_(), (W @ U.mT).tril_()
     dQ = torch.baddbmm(dY @ S.mT, YU, K)
@@ -341,18 +372,18 @@ class ExactScan(torch.autograd.Function):
     "Read-outs (B,T,D) and final state (B,D,N) of the exact form, in chunks by matrix products."
     @staticmethod
     @without_autocast
-    def forward(ctx, chunk, keep, q, k, x, v, S):
+    def forward(ctx, chunk, keep, q, k, x, v, S, tied=None):
         eps, slope = rate_and_slope(k.transpose(0, 1), v.transpose(0, 1))
-        y, S, r, marks = exact_forward(q, k, x, eps, S.mT.contiguous(), chunk, keep)
-        ctx.save_for_backward(q, k, eps, slope, r, marks)
+        y, S, r, marks = exact_forward(q, k, x, eps, S.mT.clone(memory_format=torch.contiguous_format), chunk, keep)
+        ctx.save_for_backward(q, k, eps, slope, r, marks, tied)
         ctx.chunk = chunk
         return y, S.mT.contiguous()
 
     @staticmethod
-    @once_differentiable
+    @only_once
     @without_autocast
     def backward(ctx, dy, dS):
-        q, k, eps, slope, r, marks = ctx.saved_tensors
+        q, k, eps, slope, r, marks, _ = ctx.saved_tensors
         dq, dk, w = torch.empty_like(q), torch.empty_like(k), torch.empty_like(r)
         G = dS.mT.contiguous()
         for i in reversed(range(marks.shape[0])):
@@ -361,7 +392,7 @@ class ExactScan(torch.autograd.Function):
             U = torch.mul(eps[t], r[t]).transpose(0, 1)
             dq[:, t], dk[:, t], G = exact_chunk_backward(Q, K, eps[t], U, marks[i], G, dY, w[t])
         dv = torch.mul(slope, w).mul_(r)
-        return None, None, dq, dk, w.transpose(0, 1), dv.transpose(0, 1), G.mT
+        return None, None, dq, dk, w.transpose(0, 1), dv.transpose(0, 1), G.mT, None
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-053
 RULES = {"diagonal": DiagonalRule, "decoupled": DecoupledRule}
@@ -381,10 +412,11 @@ def _run(form, chunk, q, k, x, v, A, S):
     keep = needed and torch.is_grad_enabled()
     chunk = chunk or chunk_length(form, *x.shape, k.shape[-1])
     S = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if S is None else S
+    tied = tie(q, k, x, v, A, S) if keep else None
     if form == "exact":
-        return ExactScan.apply(chunk, keep, q, k, x, v, S)
+        return ExactScan.apply(chunk, keep, q, k, x, v, S, tied)
     Rule = RULES[form] if A is None else S6Rule if A.dim() == 2 else TimedS6Rule
-    return ElementwiseScan.apply(Rule, chunk, keep, q, k, x, v, A, S)
+    return ElementwiseScan.apply(Rule, chunk, keep, q, k, x, v, A, S, tied)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-056
 def chunked_scan(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'BACKENDS', 'CHECKPOINTS', 'TORCH_SCANS', 'HAS_TRITON', 'check_choice', 'check_tensor', 'check_arguments',
-           'traced', 'check_cu_seqlens', 'run_sequences', 'triton_obstacle', 'pick_backend', 'longhorn_scan',
-           'wants_gradient', 'longhorn_step', 'check_rates', 'selective_scan', 'selective_step']
+           'traced', 'check_cu_seqlens', 'run_sequences', 'transformed', 'triton_obstacle', 'pick_backend',
+           'longhorn_scan', 'wants_gradient', 'longhorn_step', 'check_rates', 'selective_scan', 'selective_step']
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-003
 import os
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
@@ -95,6 +96,8 @@ def traced() -> bool:
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
     q: Tensor,  # (1,T,N)
+    name: str = "q",  # how the caller calls it
+    axis: str = "N",  # and its last axis
 ) -> list | None: # the n lengths (of unknown value while traced); None without packing
     "Lengths of the packed sequences, or a ValueError that says why there are none."
     if cu_seqlens is None:
@@ -105,10 +108,10 @@ def check_cu_seqlens(
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         shape = tuple(cu_seqlens.shape)
         raise ValueError(f"cu_seqlens has shape {shape}; expected (n+1,) for n >= 1 sequences")
-    check_tensor("q", q, ("B", "T", "N"))
+    check_tensor(name, q, ("B", "T", axis))
     if q.shape[0] != 1:
         shape = tuple(q.shape)
-        raise ValueError(f"q has shape {shape}; expected (1, T, N): with cu_seqlens the batch size is 1")
+        raise ValueError(f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1")
     if traced():
         return [None] * (len(cu_seqlens) - 1)          # the bounds have no values yet, only their number is known
     ends, T = cu_seqlens.tolist(), q.shape[1]
@@ -120,7 +123,7 @@ def check_cu_seqlens(
         drop = f"{ends[i]} to {ends[i + 1]}"
         raise ValueError(f"cu_seqlens decreases from {drop}; expected bounds that never decrease")
     if ends[-1] != T:
-        raise ValueError(f"cu_seqlens ends at {ends[-1]}; expected {T}, the length of q")
+        raise ValueError(f"cu_seqlens ends at {ends[-1]}; expected {T}, the length of {name}")
     return lengths
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-015
@@ -148,6 +151,15 @@ def run_sequences(
 # %% ../../nbs/scan/15_op.ipynb #15_op-017
 HAS_TRITON = find_spec("triton") is not None # looked up once: torch.compile cannot trace the look-up
 
+def transformed(
+    *tensors, # or None
+) -> bool:
+    "Whether torch.func or forward-mode differentiation follows these tensors: it sees PyTorch's operations, not kernels."
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or any(
+        t is not None and unpack_dual(t).tangent is not None for t in tensors)
+
 def triton_obstacle(
     q: Tensor, # (B,T,N)
     *others,   # the other tensors of the call, or None
@@ -157,8 +169,9 @@ def triton_obstacle(
         return f"q is on {q.device}, and they need a GPU"
     if not HAS_TRITON:
         return "the package triton is not installed"
-    if any(t is not None and t.dtype == torch.float64 for t in (q, *others)):
-        return "they take float32, bfloat16 and float16, not float64"
+    for t in (q, *others):
+        if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
     if not 1 <= q.shape[-1] <= 128:
         return f"they take states of 1 to 128 coordinates, and q has {q.shape[-1]}"
 
@@ -169,6 +182,11 @@ def pick_backend(
 ) -> str:         # "triton", "chunked" or "reference"
     "The backend that runs; ValueError if it is unknown, or is `triton` and cannot run."
     check_choice("backend", backend, BACKENDS)
+    if backend != "reference" and transformed(*tensors):
+        if backend != "auto":
+            raise ValueError(f"backend {backend!r} cannot run under torch.func or forward-mode differentiation; "
+                             "backend='reference' can")
+        return "reference"
     if backend in TORCH_SCANS:
         return backend
     obstacle = triton_obstacle(*tensors)
@@ -197,7 +215,8 @@ def longhorn_scan(
     """Longhorn's recurrence with read-out, skip and gate: out (B,T,D), or (out, final_state (B,D,N)).
 
     `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. Gradients
-    flow through everything, both states included; only the reference can be differentiated twice.
+    flow through everything, both states included; only the reference can be differentiated twice,
+    and under torch.func or forward-mode differentiation "auto" takes it.
     Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
     check_choice("checkpoint", checkpoint, CHECKPOINTS)

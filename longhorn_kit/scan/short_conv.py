@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'CONV_BACKENDS', 'MAX_WIDTH', 'torch_conv', 'conv_obstacle', 'pick_conv_backend', 'check_conv',
-           'check_bounds', 'causal_conv1d', 'causal_conv1d_step']
+           'causal_conv1d', 'causal_conv1d_step']
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-003
 import os
@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .op import HAS_TRITON, check_choice, check_tensor, run_sequences, traced, wants_gradient
+from .op import (
+    HAS_TRITON, check_choice, check_cu_seqlens, check_tensor, run_sequences, transformed, wants_gradient)
+from .reference import no_autocast
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 ACTIVATIONS = ("silu", "swish", None)
@@ -33,7 +35,8 @@ def torch_conv(
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     x = x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
-    y = F.conv1d(x, weight[:, None], bias, groups=len(weight)) if steps and x.numel() else x[..., width - 1:]
+    with no_autocast(x.device.type): # the outputs have the dtype of x
+        y = F.conv1d(x, weight[:, None], bias, groups=len(weight)) if steps and x.numel() else x[..., width - 1:]
     return (F.silu(y) if activation else y).transpose(1, 2), x[..., steps:].clone()
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
@@ -46,8 +49,11 @@ def conv_obstacle(
         return f"x is on {x.device}, and they need a GPU"
     if not HAS_TRITON:
         return "the package triton is not installed"
-    if any(t is not None and t.dtype == torch.float64 for t in tensors):
-        return "they take float32, bfloat16 and float16, not float64"
+    for t in tensors:
+        if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+    if transformed(*tensors):
+        return "torch.func and forward-mode differentiation cannot follow them"
     if weight.shape[1] > MAX_WIDTH:
         return f"they take filters of up to {MAX_WIDTH} taps, and weight has {weight.shape[1]}"
 
@@ -88,27 +94,6 @@ def check_conv(
                      like=like, device=x.device)
     return weight
 
-# %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-023
-def check_bounds(
-    cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    x: Tensor,  # (1,T,D)
-):
-    "ValueError unless the bounds cut the T tokens of `x` into sequences."
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise ValueError(f"cu_seqlens is {kind}; expected an int32 or int64 tensor")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (n+1,) for n >= 1 sequences")
-    check_tensor("x", x, ("B", "T", "D"))
-    if len(x) != 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected (1, T, D): with cu_seqlens the batch size is 1")
-    if traced():
-        return                               # the bounds have no values yet
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != x.shape[1] or any(b < a for a, b in zip(ends, ends[1:])):
-        raise ValueError(f"cu_seqlens goes from {ends[0]} to {ends[-1]}; expected bounds that never decrease, "
-                         f"from 0 to {x.shape[1]}, the length of x")
-
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
 def causal_conv1d(
     x: Tensor,                   # (B,T,D) inputs
@@ -125,19 +110,20 @@ def causal_conv1d(
 
     Gradients flow through everything, both states included; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""
-    if cu_seqlens is not None:
-        check_bounds(cu_seqlens, x)
+    lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
     weight = check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
-                        None if cu_seqlens is None else len(cu_seqlens) - 1)
+                        None if lengths is None else len(lengths))
     if pick_conv_backend(backend, x, weight, bias, initial_state) == "triton":
+        if cu_seqlens is not None and cu_seqlens.device != x.device:
+            raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
         from longhorn_kit.scan.triton_conv import triton_conv
         y, final = triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, output_final_state)
         return (y, final) if output_final_state else y
-    if cu_seqlens is None:
+    if lengths is None:
         out = torch_conv(x, weight, bias, initial_state, activation)
         return out if output_final_state else out[0]
     one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
-    return run_sequences(one, (x,), cu_seqlens.diff().tolist(), initial_state, output_final_state)
+    return run_sequences(one, (x,), lengths, initial_state, output_final_state)
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 def causal_conv1d_step(
