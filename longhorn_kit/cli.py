@@ -11,6 +11,7 @@ __all__ = ['Scale', 'NOT_IN_PRESET', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
 import io
+import itertools
 import os
 import re
 import shutil
@@ -244,16 +245,18 @@ def generate_from(
     "Print the prompt and what the model makes of it, token by token."
     import torch
     from longhorn_kit.lab.data import get_tokenizer
-    from longhorn_kit.lab.language import trained_tokenizer
+    from longhorn_kit.lab.language import check_finite, trained_tokenizer
     from longhorn_kit.lab.report import readable
     from longhorn_kit.models import SequenceLM
     model = SequenceLM.from_pretrained(folder, "cuda" if torch.cuda.is_available() else "cpu").eval()
+    check_finite(model, folder)
     tokenizer = get_tokenizer(o.tokenizer or trained_tokenizer(folder, model.config.vocab_size))
     ids = torch.tensor([tokenizer.encode(o.prompt).tolist()], device=model.embedding.weight.device)
     show = lambda text: print(readable(text), end="", flush=True)
-    show(o.prompt)
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
-    stream_text(new, tokenizer, show)
+    first = list(itertools.islice(new, 1)) # what is wrong with the arguments is said before anything else
+    show(o.prompt)
+    stream_text(itertools.chain(first, new), tokenizer, show)
     print()
 
 # %% ../nbs/cli.ipynb #cli-038
@@ -508,5 +511,5 @@ def main(
 
 # %% ../nbs/cli.ipynb #cli-061
 #| eval: false
-if __name__ == "__main__":
+if __name__ == "__main__" and "ipykernel" not in sys.modules: # not where this page is run in JupyterLab
     sys.exit(main())

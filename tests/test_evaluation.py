@@ -212,6 +212,30 @@ def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
     assert first == second
 
 
+def test_an_export_is_whole_and_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    from longhorn_kit.models import transformers as kit
+    save(tmp_path / "kit")
+    out = evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    def full(model, folder, words):
+        (folder / "config.json").write_text("half")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(kit, "export_folder", full)
+    with pytest.raises(OSError, match="hf"):
+        evaluation.export_checkpoint(tmp_path / "kit", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    with pytest.raises(ValueError, match="holds other files; an export needs a folder of its own"):
+        evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "kit")
+
+
+def test_a_model_whose_training_diverged_is_refused(tasks, tmp_path):
+    model = save(tmp_path)
+    next(iter(model.parameters())).data[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is not finite; its training diverged"):
+        evaluation.evaluate_checkpoint(tmp_path, ["tiny_choice"], include=tasks)
+
+
 def test_the_harness_own_way_to_a_model_gives_the_same(checkpoint, tasks, tmp_path, monkeypatch):
     import lm_eval
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda found: None) # asks pip, for seconds

@@ -1,4 +1,5 @@
 import lzma, math
+from pathlib import Path
 from collections import Counter
 from dataclasses import replace
 import numpy as np
@@ -192,6 +193,17 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
         train_lm("test", "longhorn_exact", text, tmp_path / "run", steps=3, seed=5)
     with pytest.raises(ValueError, match="holds a run with d_model=16; this one has d_model=8"):
         train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5, d_model=8)
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text().swapcase())
+    with pytest.raises(ValueError, match="holds a run on another text"):
+        train_lm("test", "longhorn", str(other), tmp_path / "run", steps=3, seed=5)
+
+
+def test_a_start_that_failed_does_not_claim_the_folder(tmp_path, text, monkeypatch):
+    monkeypatch.setitem(LM_PRESETS, "test", TINY)
+    with pytest.raises(ValueError):
+        train_lm("test", "longhorn", text, tmp_path, steps=3, context=10**6)
+    assert train_lm("test", "mamba", text, tmp_path, steps=3)["steps"] == 3
 
 
 def test_seed_decides_the_weights_and_leaves_torchs_state_alone():

@@ -181,7 +181,7 @@ def test_a_job_that_fails_is_tried_twice_and_divergence_is_a_result(texts, tmp_p
         calls.append(desc)
         if desc.startswith("mamba"):
             raise RuntimeError("out of memory\nin many lines")
-        raise TrainingDiverged("the loss is nan at step 3 (learning rate 1); last good checkpoint: somewhere")
+        raise TrainingDiverged("the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere")
     monkeypatch.setattr(language_grid, "train", sometimes)
     record = in_process(tmp_path, texts, replace(TOY, jobs=TOY.jobs[:2]))
     results = record["results"]

@@ -424,12 +424,15 @@ def test_odd_sides_are_named_and_compared_with_their_like():
 def test_the_plan_as_text():
     text = plan_text("owt-120m", "longhorn", accumulate=20)
     assert "on 1 x NVIDIA H200" in text and "accumulate=20" in text and "\n  speed " in text
+    own = find_preset("owt-120m").train.accumulate
+    assert f"train with --accumulate 40; the preset says {own}" in plan_text("owt-120m", "longhorn", accumulate=40)
+    assert "train with" not in plan_text("owt-120m", "longhorn", accumulate=own)
 
 
 def test_what_cannot_be_planned_is_one_line(tmp_path):
     preset = find_preset("owt-120m")
     for options, says in [
-        (dict(gpus=7), "a batch of 480 sequences cannot be shared by 7 GPUs"),
+        (dict(gpus=7), "a batch of 480 sequences cannot be shared by 7 GPUs; by 6 or 8 it can"),
         (dict(gpus=4, accumulate=7), "cannot be shared by 4 GPUs in 7 parts"),
         (dict(gpus=0), "cannot be shared by 0 GPUs"),
         (dict(gpu="NVIDIA A100"), "no measured rates of 'NVIDIA A100'.*there are: .*NVIDIA H200"),

@@ -294,7 +294,7 @@ class Nan(Tiny):
 @pytest.mark.parametrize("gradient_only", [False, True])
 def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradient_only):
     with pytest.raises(
-        TrainingDiverged, match=r"at step 18 \(.*last good checkpoint: .*step-00000010; "
+        TrainingDiverged, match=r"at step 18 \(.*last checkpoint: .*step-00000010; "
     ) as caught:
         train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
     assert "\n" not in str(caught.value) and ("gradient" in str(caught.value)) == gradient_only
@@ -311,8 +311,28 @@ def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
     with pytest.raises(TrainingDiverged, match="at step 5 "):
         train(Nan(5), TOKENS, VAL, config, tmp_path, quiet=True)
     assert checkpoints(tmp_path)[-1].name == "step-00000004"
-    with pytest.raises(TrainingDiverged, match="last good checkpoint: none"):
+    with pytest.raises(TrainingDiverged, match="last checkpoint: none"):
         train(Nan(5), TOKENS, VAL, config, quiet=True)
+
+
+def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=1, warmup=0, lr=1e30)
+    with pytest.raises(TrainingDiverged, match="val_loss is (nan|inf) at step 1"):
+        train(Tiny(0), TOKENS, VAL, config, tmp_path, quiet=True)
+    assert not checkpoints(tmp_path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such locks")
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    with training.only_run_in(tmp_path), pytest.raises(ValueError, match="another process is training in .*use another folder"):
+        run(tmp_path)
+    assert not (tmp_path / "config.json").exists() and run(tmp_path)["steps"] == CONFIG.steps
+
+
+@pytest.mark.parametrize("change, says", [(dict(lr=math.nan), "lr is nan; it must be finite"), (dict(save_every=-1), "save_every is -1")])
+def test_settings_that_cannot_be_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIG, **change)
 
 
 # ---- evaluation

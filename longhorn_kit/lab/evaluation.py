@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 
 from .data import get_tokenizer
-from .language import trained_tokenizer
-from .records import command_line, environment, read_json, to_plain, version_of
+from .language import check_finite, trained_tokenizer
+from .records import (
+    atomic_folder, command_line, environment, read_json, to_plain, version_of)
 from ..models import SequenceLM
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-006
@@ -107,10 +108,12 @@ def load_pair(
     folder = Path(folder)
     if "model_type" not in read_json(folder / "config.json"):
         model = SequenceLM.from_pretrained(folder)
+        check_finite(model, folder)
         name = tokenizer or trained_tokenizer(folder, model.config.vocab_size)
         return to_transformers(model).eval(), matching(hf_tokenizer(get_tokenizer(name), context), model.config)
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    check_finite(model, folder)
     if tokenizer is None and (folder / "tokenizer_config.json").exists():
         return model, matching(AutoTokenizer.from_pretrained(folder, local_files_only=True), model.config)
     name = tokenizer or trained_tokenizer(folder, model.config.vocab_size)
@@ -318,7 +321,9 @@ def run_tasks(
         try:
             found = harness().evaluate(model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
         except AssertionError as error: # how lm-eval says that a request cannot be put to this model
-            raise ValueError(first_line(error).removeprefix("AssertionError: ")) from error
+            said = first_line(error).removeprefix("AssertionError").removeprefix(": ")
+            raise ValueError(said or f"lm-eval cannot put these tasks to a model with a context of {lm.max_length}; "
+                             "a longer --context may do") from error
     return metric_rows(found, reading)
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-041
@@ -336,6 +341,8 @@ def evaluate_checkpoint(
         raise ValueError(f"read is {read!r}; expected one of {', '.join(READINGS)}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
+    if shots is not None and shots < 0:
+        raise ValueError(f"shots is {shots}; it must be 0 or more")
     begun, names = time.perf_counter(), expand_tasks(tasks)
     lm = harness_model(folder, **options)
     found = find_tasks(names, include)
@@ -386,7 +393,15 @@ def export_checkpoint(
     context: int = 8192,          # tokens that tools may give the model at a time
 ) -> Path:
     "Write a checkpoint and its tokenizer as transformers, and lm-eval's `--model hf`, load them."
+    from safetensors import SafetensorError
     from longhorn_kit.models.transformers import export_folder
+    out = Path(out)
+    if out.exists() and any(out.iterdir()) and not (out / "modeling_longhorn.py").exists():
+        raise ValueError(f"{out} holds other files; an export needs a folder of its own")
     model, words = load_pair(folder, tokenizer, context)
-    with quiet():
-        return export_folder(model, out, words)
+    try:
+        with quiet(), atomic_folder(out) as partial: # an earlier export stays until this one is whole
+            export_folder(model, partial, words)
+    except SafetensorError as error: # hides an OSError
+        raise OSError(f"cannot write {out}: {first_line(error)}") from error
+    return out

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['LM_PRESETS', 'GPT2', 'OWT', 'SLIM', 'SETTINGS', 'SCALES', 'COMPARISONS', 'NAMES', 'ONE_SEED', 'BASELINES', 'LMPreset',
            'find_preset', 'smooth', 'model_config', 'stretches', 'seen_windows', 'back_off', 'count_grams',
-           'TrigramModel', 'xz_bits', 'baselines', 'override', 'new_model', 'save_lm', 'trained_tokenizer', 'fit',
-           'is_main_process', 'whole_model', 'check_same_model', 'train_lm', 'write_text', 'caches_at', 'cache_numbers',
-           'decode_times', 'LanguageConfig', 'grid', 'settings_for', 'run_model', 'summary', 'timed_decoding', 'run',
-           'run_all', 'run_apart', 'last_step', 'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
+           'TrigramModel', 'xz_bits', 'baselines', 'override', 'new_model', 'save_lm', 'check_finite',
+           'trained_tokenizer', 'fit', 'is_main_process', 'whole_model', 'check_same_model', 'train_lm', 'write_text',
+           'caches_at', 'cache_numbers', 'decode_times', 'LanguageConfig', 'grid', 'settings_for', 'run_model',
+           'summary', 'timed_decoding', 'run', 'run_all', 'run_apart', 'last_step', 'results_of', 'comparisons',
+           'verdict', 'figures', 'tables', 'samples']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import importlib
@@ -266,6 +267,15 @@ def save_lm(
     write_json(Path(folder) / "tokenizer.json", {"tokenizer": tokenizer})
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
+def check_finite(
+    model,              # any module
+    folder: str | Path, # that it comes from
+):
+    "ValueError if a weight is not finite: such a model scores and writes nonsense without complaint."
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"the model in {folder} is lost: {name} is not finite; its training diverged")
+
 def trained_tokenizer(
     folder: str | Path, # of a saved model
     vocab_size: int,    # of that model
@@ -273,7 +283,10 @@ def trained_tokenizer(
     "The name of the tokenizer a model was trained with; by its vocabulary where no name was kept."
     path = Path(folder) / "tokenizer.json"
     if path.exists():
-        return read_json(path)["tokenizer"]
+        known = read_json(path)
+        if not isinstance(known, dict) or "tokenizer" not in known:
+            raise ValueError(f"{path} names no tokenizer; name one with --tokenizer")
+        return known["tokenizer"]
     if vocab_size == 256:
         return "bytes"
     raise ValueError(f"{folder} does not say which tokenizer its {vocab_size} tokens belong to; "
@@ -289,7 +302,7 @@ def fit(
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; goes on where an earlier run in the folder stopped."
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size)
-    check_same_model(folder, config)
+    check_same_model(folder, config, corpus.index.get("source_sha256"))
     model = new_model(config, preset.train.seed)
     held_out = stretches(corpus.val, preset.held_out)
     result = train(model, corpus.train, held_out, preset.train, folder, desc=mixer, quiet=quiet)
@@ -321,14 +334,17 @@ def whole_model(
 def check_same_model(
     folder: str | Path, # of a run
     config: LMConfig,   # of the model that wants to train there
+    text: str | None = None, # sha256 of what it is to learn from
 ):
-    "Note the config in a new folder; ValueError when the folder holds a run of another model."
+    "Note the config in a new folder; ValueError when the folder holds a run of another model, or on another text."
     path, ours = Path(folder) / "lm_config.json", to_plain(config.to_dict())
-    if not path.exists():
-        write_json(path, ours)
+    if not path.exists() or not (Path(folder) / "config.json").exists(): # no run has begun here
+        write_json(path, ours | ({"text": text} if text else {}))
         return
     known = read_json(path)
-    for name in ours:
+    if text and known.get("text", text) != text:
+        raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
+    for name in ("mixer", *ours): # the mixer first: it decides much of the rest
         if known.get(name) != ours[name]:
             raise ValueError(f"{folder} holds a run with {name}={known.get(name)}; this one has "
                              f"{name}={ours[name]}; use another folder or delete it")

@@ -754,7 +754,10 @@ def plan_model(
     machine = machine or load_machine(gpu)
     if gpus < 1 or train.batch_size % (gpus * (accumulate or 1)):
         parts = f" in {accumulate} parts" if accumulate else ""
-        raise ValueError(f"a batch of {train.batch_size} sequences cannot be shared by {gpus} GPUs{parts}")
+        fits = [n for n in range(1, train.batch_size + 1) if train.batch_size % (n * (accumulate or 1)) == 0]
+        near = sorted(sorted(fits, key=lambda n: abs(n - gpus))[:2])
+        raise ValueError(f"a batch of {train.batch_size} sequences cannot be shared by {gpus} GPUs{parts}"
+                         + (f"; by {' or '.join(map(str, near))} it can" if near else ""))
     if sharding not in (None, "ddp", "fsdp"):
         raise ValueError(f"sharding is {sharding!r}; it must be 'ddp' or 'fsdp'")
     sharding, P = "one GPU" if gpus == 1 else sharding or "ddp", count_parameters(config)
@@ -801,7 +804,9 @@ def plan(
     **options,         # as for `plan_model`
 ) -> Plan:
     "What a preset would need with this mixer."
-    size = VOCABULARY[preset.tokenizer.split(":")[0]]
+    size = VOCABULARY.get(preset.tokenizer.split(":")[0])
+    if size is None:
+        raise ValueError(f"tokenizer is {preset.tokenizer!r}; expected one of {', '.join(VOCABULARY)}")
     return plan_model(model_config(preset, mixer, size), preset.train, gpus=gpus, gpu=gpu, **options)
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-073
@@ -811,7 +816,8 @@ def plan_text(
     **options,              # as for `plan`
 ) -> str:
     "The plan as lines of text, for `longhorn train-lm --plan`."
-    p = plan(find_preset(preset) if isinstance(preset, str) else preset, mixer, **options)
+    preset = find_preset(preset) if isinstance(preset, str) else preset
+    p = plan(preset, mixer, **options)
     giga = lambda value: f"{value / 1e9:.1f} GB"
     parts = ", ".join(f"{name} {giga(value)}" for name, value in p.memory.items() if value)
     shares = sorted(p.seconds.items(), key=lambda item: -item[1])
@@ -826,6 +832,8 @@ def plan_text(
         f"  in all     {p.steps:,} steps, {p.steps * p.tokens_per_step / 1e9:.2f}B tokens, {p.hours:.1f} hours, "
         f"{p.hours * p.gpus:,.0f} GPU hours, without evaluation and checkpoints",
         f"  binds      {p.binds}"]
+    if p.accumulate != preset.train.accumulate:
+        lines.append(f"  train with --accumulate {p.accumulate}; the preset says {preset.train.accumulate}")
     return "\n".join(lines + [f"  note       {note}" for note in p.notes])
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-081

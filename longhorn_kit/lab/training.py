@@ -9,7 +9,7 @@ __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'de
            'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
            'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
            'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched',
-           'make_run', 'make_parts', 'make_validate', 'train', 'summary']
+           'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
 import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
@@ -54,6 +54,10 @@ class TrainConfig:
     keep: int = 2              # checkpoints to keep
 
     def __post_init__(self):
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise ValueError(f"lr is {self.lr}; it must be finite and at least 0")
+        if self.save_every < 0:
+            raise ValueError(f"save_every is {self.save_every}; it must be 0 or more")
         counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"
         for name in counts:
             if getattr(self, name) < 1:
@@ -357,7 +361,7 @@ def flush(
     run,     # Run
     **extra, # metrics of the latest step, such as val_loss
 ):
-    "Write the pending metrics; raises TrainingDiverged when a loss or a gradient is not finite."
+    "Write the pending metrics; raises TrainingDiverged when a loss, a gradient or a metric is not finite."
     if not run.pending:
         return
     values = torch.stack([torch.stack([loss.float(), norm.float()]) for *_, loss, norm in run.pending])
@@ -366,13 +370,17 @@ def flush(
     for (step, rate, *_), (loss, norm) in zip(run.pending, values):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             write_lines(run, lines)
-            raise TrainingDiverged(diverged_message(run, step, rate, loss, norm))
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            raise TrainingDiverged(diverged_message(run, step, rate, what))
         lines.append({"step": step, "tokens": run.tokens(step), "loss": loss, "lr": rate,
                       "grad_norm": norm, "tokens_per_second": speed})
     if run.accelerator.device.type == "cuda":
         extra = extra | {"peak_bytes": torch.cuda.max_memory_allocated()}
     lines[-1] |= extra
     write_lines(run, lines)
+    for name, value in extra.items(): # weights can be lost in the last update, which no later loss would show
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TrainingDiverged(diverged_message(run, step, rate, f"{name} is {value}"))
     run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-044
@@ -387,15 +395,14 @@ def write_lines(
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-045
 def diverged_message(
-    run,              # Run
-    step, rate, loss, norm, # of the step that went wrong
+    run,        # Run
+    step, rate, # of the step that went wrong
+    what: str,  # that is not finite
 ):
-    "One line that says when training diverged and where to go back to."
-    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-    good = checkpoints(run.folder)[-1:] if run.folder else []
-    return (f"{what} at step {step} (learning rate {rate:.3g}); "
-            f"last good checkpoint: {good[0] if good else 'none'}; "
-            "try a lower learning rate, a longer warm-up or another seed")
+    "One line that says when training diverged and what to do."
+    last = checkpoints(run.folder)[-1:] if run.folder else []
+    return (f"{what} at step {step} (learning rate {rate:.3g}); last checkpoint: {last[0] if last else 'none'}; "
+            "try a lower learning rate, a longer warm-up or another seed, in another folder")
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-047
 def checkpoints(
@@ -704,6 +711,27 @@ def make_validate(
     return (lambda model: {}) if val_tokens is None else own if callable(val_tokens) else loss
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-070
+@contextmanager
+def only_run_in(
+    folder, # of a run, or None
+):
+    "Inside, no other process of this machine trains in the folder; ValueError if one does."
+    handle = None
+    if folder and os.name != "nt": # Windows has no such locks
+        import fcntl
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ValueError(f"another process is training in {folder}; wait for it, or use another folder") from None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
 def train(
     model,        # model(tokens, targets) -> loss or a tuple that ends in it; trained in place
     train_tokens, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
@@ -719,7 +747,7 @@ def train(
     each with one line."""
     run, mode = make_run(model, train_tokens, val_tokens, config, folder), model.training
     main, rank = run.accelerator.is_main_process, run.accelerator.process_index
-    with own_random_state(config.seed + rank), noted_stop() as stop:
+    with own_random_state(config.seed + rank), noted_stop() as stop, only_run_in(run.folder if main else None):
         if run.folder:
             known = check_folder(run.folder, config)
             resume(run)
