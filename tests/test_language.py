@@ -14,7 +14,8 @@ from longhorn_kit.lab.language import (
     model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
-from longhorn_kit.models import MIXERS, SequenceLM, lm
+from longhorn_kit.lab.records import read_json
+from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 
 RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
@@ -193,6 +194,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
         train_lm("test", "longhorn_exact", text, tmp_path / "run", steps=3, seed=5)
     with pytest.raises(ValueError, match="holds a run with d_model=16; this one has d_model=8"):
         train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5, d_model=8)
+    assert LMConfig.from_dict(read_json(tmp_path / "run" / "lm_config.json")).mixer == "longhorn" # the planner reads it
     other = tmp_path / "other.txt"
     other.write_text(Path(text).read_text().swapcase())
     with pytest.raises(ValueError, match="holds a run on another text"):

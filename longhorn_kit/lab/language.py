@@ -337,13 +337,14 @@ def check_same_model(
     text: str | None = None, # sha256 of what it is to learn from
 ):
     "Note the config in a new folder; ValueError when the folder holds a run of another model, or on another text."
-    path, ours = Path(folder) / "lm_config.json", to_plain(config.to_dict())
+    path, source, ours = Path(folder) / "lm_config.json", Path(folder) / "text.json", to_plain(config.to_dict())
     if not path.exists() or not (Path(folder) / "config.json").exists(): # no run has begun here
-        write_json(path, ours | ({"text": text} if text else {}))
+        write_json(path, ours)
+        write_json(source, {"sha256": text})
         return
-    known = read_json(path)
-    if text and known.get("text", text) != text:
+    if text and source.exists() and read_json(source)["sha256"] not in (text, None):
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
+    known = read_json(path)
     for name in ("mixer", *ours): # the mixer first: it decides much of the rest
         if known.get(name) != ours[name]:
             raise ValueError(f"{folder} holds a run with {name}={known.get(name)}; this one has "

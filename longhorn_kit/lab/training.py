@@ -726,6 +726,8 @@ def only_run_in(
         except BlockingIOError:
             os.close(handle)
             raise ValueError(f"another process is training in {folder}; wait for it, or use another folder") from None
+        except OSError: # a file system without locks
+            pass
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ __all__ = ['FEW_WARPS', 'ONE_ROUND', 'CARVEOUT', 'exact_plan', 'exact_takes', 'e
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-004
 import ctypes
 import functools
+from contextlib import suppress
 
 import torch
 import triton
@@ -663,7 +664,8 @@ def _leave_to_cache(
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = programs * (kernel.metadata.shared + 1024) # a kilobyte is the system's
     percent = 100 * needed // gpu.shared_memory_per_multiprocessor # rounded down: the driver takes the next setting above
-    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, min(100, percent))
+    with suppress(OSError): # the library has this name on Linux
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, min(100, percent))
 
 def _ring(
     plan: PortablePlan,
