@@ -329,7 +329,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     assert not (tmp_path / "config.json").exists() and run(tmp_path)["steps"] == CONFIG.steps
 
 
-@pytest.mark.parametrize("change, says", [(dict(lr=math.nan), "lr is nan; it must be finite"), (dict(save_every=-1), "save_every is -1")])
+@pytest.mark.parametrize("change, says", [(dict(lr=math.nan), "lr is nan; it must be finite"), (dict(save_every=-1), "save_every is -1"),
+                                          (dict(clip=-1.0), "clip is -1.0; it must be from 0"), (dict(lr_final=-3), "lr_final is -3")])
 def test_settings_that_cannot_be_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(CONFIG, **change)
@@ -451,6 +452,13 @@ def test_language_models_decay_projections_alone(mixer):
         id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)
     }
     assert {id(p) for p in decay["params"]} == linear
+
+
+@pytest.mark.parametrize("mixer", ["rwkv5", "rwkv6"])
+def test_stacked_vectors_do_not_decay(mixer):
+    from longhorn_kit.models import LMConfig, SequenceLM
+    decaying = parameter_groups(SequenceLM(LMConfig(31, 32, 1, mixer)), 0.1)[0]["names"]
+    assert decaying and not [name for name in decaying if name.endswith(("mixer.mix", "mixer.bonus"))]
 
 
 def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():

@@ -176,3 +176,17 @@ def test_bad_input_is_one_line():
     tokens, mask, _ = padded(3, 5)
     with pytest.raises(ValueError, match="prompts of one length at a time"):
         to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
+
+
+@pytest.mark.parametrize("mixer", ["longhorn", "mamba2"])
+def test_padding_does_not_enter_the_loss(mixer):
+    torch.manual_seed(0)
+    model = LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)).eval()
+    tokens, mask = torch.randint(1, 31, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    both = model(tokens, attention_mask=mask, labels=labels).loss
+    alone = [model(row[None], labels=row[None]).loss for row in (tokens[0, 3:], tokens[1])]
+    torch.testing.assert_close(both, (3 * alone[0] + 6 * alone[1]) / 9)
+    with pytest.raises(ValueError, match="attention_mask has 2 columns; expected at least 7"):
+        model(tokens, attention_mask=torch.ones(2, 2))

@@ -424,7 +424,7 @@ CLAIMS = [
                   "numerically unstable.",
         published="no number", source=THREAD,
         holds_if="a training step of the exact form takes at least twice as long as one of the "
-                 "diagonal form, or its training diverges; on a GPU, its kernels do at every shape",
+                 "diagonal form; on a GPU, its kernels do at every shape",
         check=judge_exact_cost, reads="language", timed=judge_exact_kernel),
 ]
 

@@ -56,6 +56,10 @@ class TrainConfig:
     def __post_init__(self):
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"lr is {self.lr}; it must be finite and at least 0")
+        for name, low, high in (("clip", 0, math.inf), ("lr_final", 0, 1), ("weight_decay", 0, math.inf),
+                                ("save_seconds", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {low} to {high}")
         if self.save_every < 0:
             raise ValueError(f"save_every is {self.save_every}; it must be 0 or more")
         counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"

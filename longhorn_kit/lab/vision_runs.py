@@ -55,7 +55,7 @@ class ImageSet(NamedTuple):
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-009
 def digits() -> tuple[ImageSet, ImageSet]: # training, held out
-    "scikit-learn's digits, (1437,1,8,8) and (360,1,8,8)."
+    "scikit-learn's digits, (1438,1,8,8) and (359,1,8,8)."
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -692,6 +692,10 @@ class VisionConfig:
         for name in ("epochs", "batch_size", "accumulate", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, low, high in (("lr", 0, math.inf), ("clip", 0, math.inf), ("smoothing", 0, 1), ("drop_path", 0, 1), ("ema", 0, 1),
+                                ("workers", 0, math.inf), ("warmup_epochs", 0, self.epochs)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {low} to {high}")
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; it must be 'no' or 'bf16'")
 

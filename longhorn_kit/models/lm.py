@@ -354,7 +354,11 @@ def read_weights(
             state = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-    if saved is not None and json.loads(saved) != config.to_dict():
+    try:
+        saved = None if saved is None else json.loads(saved)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: its config is no JSON ({error})") from error
+    if saved is not None and saved != config.to_dict():
         raise ValueError(f"{path} was saved with another config than the config.json beside it")
     return state
 

@@ -220,6 +220,7 @@ class TokenShift(MatrixMixer):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
         super().__init__(d_model, H, N, N, (d_model, 1))
         self.mix = nn.Parameter(rising(d_model, *powers))
+        self.mix._no_weight_decay = True # vectors, stacked
         linear = lambda: nn.Linear(d_model, self.keys, bias=False)
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
         for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
@@ -292,6 +293,7 @@ class RWKV6(TokenShift):
         self.decay_up = nn.Linear(decay_rank, self.keys)
         place, rate = slow_to_fast(self.keys)
         self.bonus = nn.Parameter(0.5 * (1 - place).view(self.n_heads, self.d_key))
+        self.bonus._no_weight_decay = True # a vector for each head
         nn.init.uniform_(self.mix_down.weight, -1e-4, 1e-4)
         nn.init.uniform_(self.decay_down.weight, -1e-4, 1e-4)
         with torch.no_grad():

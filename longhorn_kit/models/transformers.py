@@ -124,7 +124,11 @@ def spans(
     keep: bool,          # the state after them is wanted
 ) -> list | None:        # (rows, first, last) of each group of rows; None: nothing is padded
     "Rows with the same padding, and where their text begins and ends."
-    if mask is None or mask.dim() != 2 or bool(mask[:, mask.shape[1] - T:].all()):
+    if mask is None:
+        return None
+    if mask.dim() == 2 and mask.shape[1] < T:
+        raise ValueError(f"attention_mask has {mask.shape[1]} columns; expected at least {T}, one for each token")
+    if mask.dim() != 2 or bool(mask[:, mask.shape[1] - T:].all()):
         return None
     new = mask[:, mask.shape[1] - T:].bool()
     first, count = new.int().argmax(1), new.sum(1)
@@ -329,6 +333,9 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
                          output_hidden_states, return_dict=True)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
+        if labels is not None and attention_mask is not None and attention_mask.dim() == 2:
+            before = attention_mask[:, -labels.shape[1]:][:, :-1] == 0 # nothing real predicts the token behind padding
+            labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(before, -100)], 1)
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         whole = CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states)

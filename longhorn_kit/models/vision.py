@@ -466,10 +466,9 @@ def _module_adds(module, inputs):
         return tokens * module.weight.numel()
     if isinstance(module, nn.Conv2d): # a patch embedding: every pixel is read once
         return inputs[0][0].numel() * module.out_channels
-    if isinstance(module, nn.Conv1d): # depthwise
-        return inputs[0].shape[-1] * module.weight.numel()
-    if isinstance(module, Direction): # its step sizes and its scan
-        return tokens * (module.b_proj.weight.numel() + 3 * module.sizes[1] * module.D_skip.numel())
+    if isinstance(module, Direction): # its convolution, its step sizes and its scan
+        return tokens * (module.conv1d.weight.numel() + module.b_proj.weight.numel()
+                         + 3 * module.sizes[1] * module.D_skip.numel())
     if hasattr(module, "num_heads"):  # attention: scores and their use
         return 2 * tokens * tokens * inputs[0].shape[-1]
     return 0
