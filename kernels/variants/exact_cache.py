@@ -7,9 +7,9 @@ memory leaves over. `driver`: no wish is expressed. The other columns are what t
 KiB; it takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared with the default before it is timed.
 """
 import argparse
-import ctypes
 import json
 import pathlib
+from unittest.mock import patch
 
 import torch
 import triton
@@ -23,15 +23,13 @@ SIZES = {f"{name}, D={D}": (*SHAPES[name][:2], D, 16) for name, widths in
          (("S1", (2048, 2040, 2044, 2046)), ("S2", (1536, 1532)), ("S3", (4096, 4092))) for D in widths}
 PERCENT = {"driver": -1, "100": 30, "132": 44, "164": 58, "196": 72}
 RINGS = (3, 4, 6)
-default_ring = triton_exact._ring
 
 
 def divide(percent):
     "Express a wish for every exact forward that has been compiled."
-    driver = ctypes.CDLL("libcuda.so.1")
     for kernels, *_ in triton_exact._exact_fwd_kernel.device_caches.values():
         for kernel in kernels.values():
-            driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), triton_exact.CARVEOUT, percent)
+            triton_exact._divide(kernel, percent)
 
 
 def measure(size, slots):
@@ -41,15 +39,12 @@ def measure(size, slots):
     plan = triton_exact.exact_plan(B, T, D, N)
     forward = lambda: triton_exact.exact_forward(plan, *a.values(), None, None)
     right, found = forward()[0], {name: [] for name in PERCENT}
-    triton_exact._ring = lambda plan, direction="forward": slots or default_ring(plan, direction)
-    try:
+    with patch.object(triton_exact, "_ring", lambda plan, direction="forward": slots):
         if not (difference := ((forward()[0].float() - right.float()).norm() / right.float().norm()).item()) < 5e-3:
             raise SystemExit(f"{size} with {slots} slots is wrong by {difference:.1e}: no time")
         for name, percent in 2 * list(PERCENT.items()):
             divide(percent)
             found[name].append(do_bench_cudagraph(forward, rep=20, return_mode="median"))
-    finally:
-        triton_exact._ring = default_ring
     return {name: round(min(ms), 4) for name, ms in found.items()}
 
 

@@ -794,13 +794,17 @@ def alone_in(
 # %% ../../nbs/lab/30_data.ipynb #30_data-080
 def locked(
     folder, # that exists
+    wait=True, # for another process that holds it; False: BlockingIOError
 ):
     "A handle that holds the folder's lock, once no other process does."
     import fcntl
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
+        if not (wait and isinstance(error, BlockingIOError)):
+            os.close(handle)
+            raise
         print(f"another process is preparing {folder}; waiting for it", file=sys.stderr)
         fcntl.flock(handle, fcntl.LOCK_EX)
     return handle

@@ -8,8 +8,8 @@ __all__ = ['NOUNS', 'COLOURS', 'NEEDLES', 'GPU_LENGTHS', 'SETTINGS', 'SCALES', '
            'haystack', 'repeat', 'answer_scores', 'question_scores', 'retrieval', 'lesson', 'teach', 'retrieval_maps',
            'ExtrapolationConfig', 'settings_for', 'Texts', 'measure', 'measure_once', 'find_checkpoints',
            'load_checkpoint', 'laptop_model', 'noise_cache', 'step_times', 'decoding', 'draw_decoding', 'run',
-           'prepared', 'finished_record', 'growth', 'verdict', 'models_in', 'curves_of', 'mean_map', 'kinds_in',
-           'figures', 'tables']
+           'prepared', 'finished_record', 'growth', 'verdict', 'models_in', 'ours_last', 'curves_of', 'mean_map',
+           'kinds_in', 'figures', 'tables']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
 import copy
@@ -631,6 +631,12 @@ def models_in(
     "The mixers of a record, in its order."
     return list(dict.fromkeys(model["mixer"] for model in record["results"]["models"]))
 
+def ours_last(
+    record: dict,
+) -> list[str]:
+    "The mixers in the order in which lines are drawn: Longhorn's on top of the others."
+    return sorted(models_in(record), key=lambda mixer: mixer.startswith("longhorn"))
+
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-063
 def curves_of(
     record: dict,
@@ -650,7 +656,7 @@ def _draw_lengths(
     from longhorn_kit.plots import INK, label_ends, plot_seeds
     results, shown = record["results"], []
     fig, ax = plt.subplots()
-    for mixer in sorted(models_in(record), key=lambda mixer: mixer.startswith("longhorn")): # on top of the others
+    for mixer in ours_last(record):
         rows = curves_of(record, mixer, lambda model: model["text"][domain]["by_length"])
         ratios = [[math.exp(nats - row["nats"][0]) for nats in row["nats"]] for row in rows]
         ratios = np.where(np.array(ratios) < 1.1, ratios, np.nan) # a line that ends goes on above
@@ -676,9 +682,8 @@ def _draw_positions(
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import INK, label_ends, plot_seeds
     fig, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.0))
-    ours_last = sorted(models_in(record), key=lambda mixer: mixer.startswith("longhorn")) # on top of the others
     context, found = record["results"]["context"], {
-        mixer: curves_of(record, mixer, lambda model: model["text"][domain]) for mixer in ours_last}
+        mixer: curves_of(record, mixer, lambda model: model["text"][domain]) for mixer in ours_last(record)}
     inside = [nats for mixer, rows in found.items() for row in rows for nats in row["added"]
               if mixer not in WITHOUT_DECAY or len(found) == 1]
     low, high = 1.3 * min(inside) - 0.01, 1.5 * max(inside) + 0.03

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from .data import Sampler
+from .data import Sampler, locked
 from longhorn_kit.lab.records import (
-    append_jsonl, cannot_write, command_line, environment, progress, publish_folder, read_json,
+    append_jsonl, cannot_write, check_ranges, command_line, environment, progress, publish_folder, read_json,
     read_jsonl, to_plain, write_json, write_jsonl,
 )
 
@@ -56,10 +56,8 @@ class TrainConfig:
     def __post_init__(self):
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"lr is {self.lr}; it must be finite and at least 0")
-        for name, low, high in (("clip", 0, math.inf), ("lr_final", 0, 1), ("weight_decay", 0, math.inf),
-                                ("save_seconds", 0, math.inf), ("beta1", 0, 1), ("beta2", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {low} to {high}")
+        check_ranges(self, clip=(0, math.inf), lr_final=(0, 1), weight_decay=(0, math.inf), save_seconds=(0, math.inf),
+                     beta1=(0, 1), beta2=(0, 1))
         if self.save_every < 0:
             raise ValueError(f"save_every is {self.save_every}; it must be 0 or more")
         counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"
@@ -722,13 +720,10 @@ def only_run_in(
     "Inside, no other process of this machine trains in the folder; ValueError if one does."
     handle = None
     if folder and os.name != "nt": # Windows has no such locks
-        import fcntl
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = locked(folder, wait=False)
         except BlockingIOError:
-            os.close(handle)
             raise ValueError(f"another process is training in {folder}; wait for it, or use another folder") from None
         except OSError: # a file system without locks
             pass

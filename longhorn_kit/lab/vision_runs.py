@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from . import claims
 from .records import (
-    append_jsonl, atomic_file, command_line, environment, progress, read_json, read_jsonl, side_by_side, to_plain,
-    without_machine_paths, write_json, write_jsonl)
+    append_jsonl, atomic_file, check_ranges, command_line, environment, progress, read_json, read_jsonl, side_by_side,
+    to_plain, without_machine_paths, write_json, write_jsonl)
 from .training import TrainingDiverged, make_accelerator
 from ..models.vision import default_cfgs, timm
 
@@ -692,10 +692,8 @@ class VisionConfig:
         for name in ("epochs", "batch_size", "accumulate", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name, low, high in (("lr", 0, math.inf), ("clip", 0, math.inf), ("smoothing", 0, 1), ("drop_path", 0, 1), ("ema", 0, 1),
-                                ("workers", 0, math.inf), ("warmup_epochs", 0, self.epochs)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {low} to {high}")
+        check_ranges(self, lr=(0, math.inf), clip=(0, math.inf), smoothing=(0, 1), drop_path=(0, 1), ema=(0, 1),
+                     workers=(0, math.inf), warmup_epochs=(0, self.epochs))
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; it must be 'no' or 'bf16'")
 

@@ -333,10 +333,10 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
                          output_hidden_states, return_dict=True)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
-        if labels is not None and attention_mask is not None and attention_mask.dim() == 2:
-            before = attention_mask[:, -labels.shape[1]:][:, :-1] == 0 # nothing real predicts the token behind padding
-            labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(before, -100)], 1)
         if labels is not None:
+            if attention_mask is not None and attention_mask.dim() == 2: # nothing real predicts the token behind padding
+                before = attention_mask[:, -labels.shape[1]:][:, :-1] == 0
+                labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(before, -100)], 1)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         whole = CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states)
         return whole if (self.config.return_dict if return_dict is None else return_dict) else whole.to_tuple()

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'BACKENDS', 'CHECKPOINTS', 'TORCH_SCANS', 'HAS_TRITON', 'check_choice', 'check_tensor', 'check_arguments',
-           'traced', 'check_cu_seqlens', 'run_sequences', 'transformed', 'triton_obstacle', 'pick_backend',
-           'longhorn_scan', 'wants_gradient', 'longhorn_step', 'check_rates', 'selective_scan', 'selective_step']
+           'traced', 'check_cu_seqlens', 'run_sequences', 'transformed', 'kernel_obstacle', 'triton_obstacle',
+           'pick_backend', 'longhorn_scan', 'wants_gradient', 'longhorn_step', 'check_rates', 'selective_scan',
+           'selective_step']
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-003
 import os
@@ -160,18 +161,27 @@ def transformed(
     return torch._C._are_functorch_transforms_active() or any(
         t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
+def kernel_obstacle(
+    name: str,     # how the caller calls the first tensor
+    first: Tensor,
+    *others,       # the other tensors of the call, or None
+) -> str | None:
+    "Why no Triton kernel can run these tensors; None if one may."
+    if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"{name} is on {first.device}, and they need a GPU"
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    for t in (first, *others):
+        if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+
 def triton_obstacle(
     q: Tensor, # (B,T,N)
     *others,   # the other tensors of the call, or None
 ) -> str | None:
     "Why the Triton kernels cannot run these tensors; None if they can."
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"q is on {q.device}, and they need a GPU"
-    if not HAS_TRITON:
-        return "the package triton is not installed"
-    for t in (q, *others):
-        if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+    if obstacle := kernel_obstacle("q", q, *others):
+        return obstacle
     if not 1 <= q.shape[-1] <= 128:
         return f"they take states of 1 to 128 coordinates, and q has {q.shape[-1]}"
 

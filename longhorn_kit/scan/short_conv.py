@@ -7,14 +7,12 @@ __all__ = ['ACTIVATIONS', 'CONV_BACKENDS', 'MAX_WIDTH', 'torch_conv', 'conv_obst
            'causal_conv1d', 'causal_conv1d_step']
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-003
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .op import (
-    HAS_TRITON, check_choice, check_cu_seqlens, check_tensor, run_sequences, transformed, wants_gradient)
+    check_choice, check_cu_seqlens, check_tensor, kernel_obstacle, run_sequences, transformed, wants_gradient)
 from .reference import no_autocast
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
@@ -44,14 +42,9 @@ def conv_obstacle(
     *tensors,   # x, weight and the other tensors of the call, or None
 ) -> str | None:
     "Why the Triton kernels cannot run these tensors; None if they can."
-    x, weight, *_ = tensors
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"x is on {x.device}, and they need a GPU"
-    if not HAS_TRITON:
-        return "the package triton is not installed"
-    for t in tensors:
-        if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+    weight = tensors[1]
+    if obstacle := kernel_obstacle("x", *tensors):
+        return obstacle
     if transformed(*tensors):
         return "torch.func and forward-mode differentiation cannot follow them"
     if weight.shape[1] > MAX_WIDTH:

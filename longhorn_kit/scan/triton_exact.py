@@ -655,6 +655,13 @@ def exact_plan(
 ONE_ROUND = 528    # programs of the forward that run at once, four on each of 132 multiprocessors
 CARVEOUT = 9       # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 
+def _divide(
+    kernel,                       # compiled and loaded
+    percent: int,                 # of a multiprocessor's memory for shared memory; -1: as the driver likes
+):
+    with suppress(OSError):       # the library has this name on Linux
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, percent)
+
 @functools.cache
 def _leave_to_cache(
     kernel,                       # compiled and loaded
@@ -664,8 +671,7 @@ def _leave_to_cache(
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = programs * (kernel.metadata.shared + 1024) # a kilobyte is the system's
     percent = 100 * needed // gpu.shared_memory_per_multiprocessor # rounded down: the driver takes the next setting above
-    with suppress(OSError): # the library has this name on Linux
-        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, min(100, percent))
+    _divide(kernel, min(100, percent))
 
 def _ring(
     plan: PortablePlan,
