@@ -88,7 +88,7 @@ def publish_folder(
     os.replace(partial, path)
     shutil.rmtree(old, ignore_errors=True)
 
-# %% ../../nbs/lab/29_records.ipynb #5de8e187
+# %% ../../nbs/lab/29_records.ipynb #b68a21ce
 def check_ranges(
     settings, # object with these attributes
     **ranges, # attribute=(lowest, highest)
