@@ -236,12 +236,13 @@ def parse(argv):
 
 
 def merged(record, path):
-    "The record with the collectives of an older one for numbers of GPUs that were not measured now."
+    "The record, with what an older one has beside it: collectives of other numbers of GPUs, values from elsewhere."
     if path.exists():
         old = json.loads(path.read_text())
         now = {row["gpus"] for row in record["collectives"]}
         if all(old.get(name) == record[name] for name in ("gpu", "torch", "cuda")):
             record["collectives"] += [row for row in old["collectives"] if row["gpus"] not in now]
+            record = old | record
     return record
 
 

@@ -50,7 +50,7 @@ def in_process(folder, texts, grid=TOY, **how):
     "The same work without processes."
     opened = open_texts(texts, "bytes", folder / "tokens")
     corpus = opened.corpus.index["source_sha256"]
-    do = lambda job: language_grid.one_run(grid, job, opened, folder, how) | {"device": "CPU"}
+    do = lambda job: language_grid.one_run(grid, job, opened, folder, how) | language_grid.made_on("cpu")
     language_grid.take_turns(grid.jobs, lambda job: settings_of(grid, job, corpus), folder, do, time.time() + 999)
     return language_grid.record_of("gpu", grid, folder, opened)
 

@@ -418,7 +418,26 @@ def test_odd_sides_are_named_and_compared_with_their_like():
     m = machine(products=rows)
     at = lambda *size: 1e3 * product_seconds(m, (1, *size), "bf16")
     assert at(64, 1536, 80) == pytest.approx(1.0) and at(64, 1536, 84) == pytest.approx(5.0 * 84 / 81)
-    assert not told(odd, m)
+    assert at(64, 1536, 124) < 2 and at(64, 1537, 84) < 2   # unlike those: the rate of even sides
+    assert told(odd, m) and told(LMConfig(64, 100, 2), load_machine()) and not told(even, load_machine())
+
+
+def test_with_fsdp_a_step_waits_for_the_slower_of_gpu_and_host():
+    step = lambda **known: plan_model(small(), TRAIN, gpus=2, accumulate=1, sharding="fsdp", machine=machine(**known))
+    free, held = step(sharded=0.0), step(sharded=0.02)
+    assert held.step_seconds == pytest.approx(0.02 * (small().n_layer + 1)) and held.binds.startswith("the host")
+    assert free.step_seconds < held.step_seconds
+    assert any("20.0 ms a block" in note for note in held.notes) and any("keep up with FSDP" in note for note in free.notes)
+    plain = plan_model(small(), TRAIN, gpus=2, accumulate=1, sharding="ddp", machine=machine(sharded=0.02))
+    assert "host" not in plain.seconds and not any("FSDP" in note or "block" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize("steps, words", [(1, "seconds"), (3000, "minutes"), (10**6, "hours")])
+def test_times_are_told_in_a_unit_that_shows_them(steps, words):
+    preset = replace(find_preset("small"), train=replace(find_preset("small").train, steps=steps, warmup=0))
+    line = next(line for line in plan_text(preset, "longhorn", accumulate=2).splitlines() if "in all" in line)
+    number = float(line.split(" tokens, ")[1].split()[0].replace(",", ""))
+    assert words in line and number >= 0.1
 
 
 def test_the_plan_as_text():
@@ -526,6 +545,16 @@ def test_machine_rates_writes_what_the_planner_reads(tmp_path, monkeypatch):
     m = load_machine(record["gpu"], tmp_path)
     assert m.notes == [] and m.launch > 0 and m.memory == math.inf
     assert plan_model(small(), TRAIN, machine=m).tokens_per_second > 0
+
+
+def test_measuring_again_keeps_what_was_not_measured(tmp_path):
+    path, about = tmp_path / "machine.json", dict(gpu="a", torch="b", cuda="c")
+    write_json(path, about | {"fsdp_block_ms": 8.0, "launch_us": 1.0, "collectives": [{"gpus": 2, "ms": 1}, {"gpus": 4, "ms": 2}]})
+    now = about | {"launch_us": 3.0, "collectives": [{"gpus": 2, "ms": 5}]}
+    found = workbench().merged(json.loads(json.dumps(now)), path)
+    assert found["fsdp_block_ms"] == 8.0 and found["launch_us"] == 3.0
+    assert found["collectives"] == [{"gpus": 2, "ms": 5}, {"gpus": 4, "ms": 2}]
+    assert workbench().merged(now | {"torch": "d"}, path) == now | {"torch": "d"} # another version: nothing of the old
 
 
 def test_products_of_the_presets_are_among_those_that_are_measured():

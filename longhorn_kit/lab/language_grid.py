@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 'ORDER', 'PAPER', 'KINDS', 'in_order',
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
-           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
-           'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for', 'record_of',
-           'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired', 'spread',
-           'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table',
-           'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time', 'seconds_of',
-           'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table', 'draw_throughput']
+           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'made_on',
+           'train_jobs', 'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for',
+           'record_of', 'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired',
+           'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables',
+           'loss_table', 'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time',
+           'seconds_of', 'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table',
+           'draw_throughput']
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-003
 import gc
@@ -36,7 +37,7 @@ from .language import (
 from .mqar_grid import (
     Results, Turns, busy, device_name, gpu_load, key_of, machine_of, visible_gpus)
 from .records import (
-    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
+    append_jsonl, command_line, commit_of_kit, end_with, progress, read_json, read_jsonl, to_plain, write_json)
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
 from ..models.lm import count_parameters
@@ -281,16 +282,22 @@ def worker(
     except KeyboardInterrupt as stopped: # training says after which step
         print(stopped, file=sys.stderr, flush=True)
 
+def made_on(
+    device: str, # "cpu" or "cuda"
+) -> dict:
+    "What every result says of where it comes from: the GPU and the version of the kit."
+    return {"device": device_name(device), "commit": commit_of_kit()}
+
 def train_jobs(
     options: dict, # of a worker
     folder: Path,
     deadline: float,
 ):
     "What a worker does that trains."
-    grid, name = grid_from(options["grid"]), device_name(options["device"])
+    grid, where = grid_from(options["grid"]), made_on(options["device"])
     texts = open_texts(options["data"], options["tokenizer"], folder / "tokens")
     settings = lambda job: settings_of(grid, job, texts.corpus.index["source_sha256"])
-    do = lambda job: one_run(grid, job, texts, folder, options["how"]) | {"device": name}
+    do = lambda job: one_run(grid, job, texts, folder, options["how"]) | where
     take_turns(grid.jobs, settings, folder, do, deadline)
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-028
@@ -779,8 +786,8 @@ def time_jobs(
     "What a worker does that times."
     preset = grid_from(options["grid"]).preset
     fixed = {name: options[name] for name in ("preset", "tokens")}
-    device = device_name(options["device"])
-    do = lambda job: time_step(preset, **job, tokens=options["tokens"]) | {"device": device}
+    where = made_on(options["device"])
+    do = lambda job: time_step(preset, **job, tokens=options["tokens"]) | where
     take_turns(options["jobs"], lambda job: job | fixed, folder, do, deadline)
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-060
@@ -842,22 +849,26 @@ def throughput_table(
 def draw_throughput(
     record: dict, # throughput.json
 ):
-    "Tokens a second against context."
+    "Tokens a second of every mixer at the shortest context, and against context of those timed at several."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import COLORS, LABELS, label_ends
-    ways = sorted({row["compile"] for row in record["rows"]})
-    fig, axes = plt.subplots(1, len(ways), figsize=(1 + 3.6 * len(ways), 4.4), sharey=True, squeeze=False)
-    for ax, compiled in zip(axes[0], ways):
-        rows = [row for row in record["rows"] if row["compile"] == compiled]
-        contexts = sorted({row["context"] for row in rows})
-        for mixer in dict.fromkeys(row["mixer"] for row in rows):
-            mine = sorted((row for row in rows if row["mixer"] == mixer), key=lambda row: row["context"])
-            speeds = [row["tokens_per_second"] / 1000 for row in mine]
-            ax.plot([row["context"] for row in mine], speeds, "o-", ms=3, color=COLORS[mixer], label=LABELS[mixer])
-        ax.set_xscale("log", base=2)
-        ax.set(xlabel="context (tokens)", xticks=contexts, xticklabels=[f"{context:,}" for context in contexts],
-               title="compiled" if compiled else "operation by operation")
-    axes[0, 0].set(ylabel="training tokens a second (thousands)", ylim=(0, None))
-    for ax in axes[0]:
-        label_ends(ax, gap=0.055)
+    speed = {(row["mixer"], row["context"], row["compile"]): row["tokens_per_second"] / 1000 for row in record["rows"]}
+    contexts, ways = sorted({key[1] for key in speed}), sorted({key[2] for key in speed})
+    best = {mixer: value for (mixer, context, _), value in sorted(speed.items(), key=lambda item: item[1])
+            if context == contexts[0]}
+    names = sorted(best, key=best.get)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(3, 2), layout="constrained")
+    for compiled in ways: # the wide bar behind the narrow one
+        left.barh([LABELS[name] for name in names], [speed.get((name, contexts[0], compiled), 0) for name in names],
+                  height=0.7 if compiled else 0.3, color=[COLORS[name] for name in names],
+                  alpha=0.4 if compiled else 1)
+    left.set(xlabel="training tokens a second (thousands)", title=f"context {contexts[0]:,}")
+    for name in names:
+        mine = [(context, speed[key]) for context in contexts if (key := (name, context, ways[-1])) in speed]
+        if len(mine) > 1:
+            right.plot(*zip(*mine), "o-", ms=3, color=COLORS[name], label=LABELS[name])
+    right.set_xscale("log", base=2)
+    right.set(xlabel="context (tokens)", xticks=contexts, xticklabels=[f"{context:,}" for context in contexts],
+              ylim=(0, None), title="compiled" if ways[-1] else "operation by operation")
+    label_ends(right, gap=0.06)
     return fig

@@ -6,11 +6,11 @@
 __all__ = ['FREE', 'OWN', 'KEPT', 'MEMORY', 'WALK', 'ASSUMED', 'NODE', 'FULL', 'ENOUGH', 'KINDS', 'VOCABULARY', 'PARTS', 'Work',
            'held_bytes', 'Ledger', 'Trace', 'spread', 'like_of', 'BlackBox', 'write_down', 'black_boxes', 'mark_graphs',
            'compiled_gap', 'compute_again', 'trace_model', 'records_folder', 'Machine', 'load_machine', 'stretched',
-           'is_odd', 'product_seconds', 'curve', 'between', 'scan_rows', 'scan_seconds', 'other_seconds', 'groups_of',
-           'fused_traffic', 'pointwise_rate', 'pointwise_seconds', 'one_price', 'seconds_of', 'collective_seconds',
-           'link_notes', 'Plan', 'Part', 'one_part', 'device_seconds', 'kept_bytes', 'memory_of', 'optimiser_bytes',
-           'exposed_seconds', 'choose_rows', 'plan_model', 'summed_up', 'plan', 'plan_text', 'compare', 'compare_run',
-           'parts_of', 'compare_throughput', 'comparison_table']
+           'is_odd', 'is_like', 'product_seconds', 'curve', 'between', 'scan_rows', 'scan_seconds', 'other_seconds',
+           'groups_of', 'fused_traffic', 'pointwise_rate', 'pointwise_seconds', 'one_price', 'seconds_of',
+           'collective_seconds', 'link_notes', 'Plan', 'Part', 'one_part', 'device_seconds', 'kept_bytes', 'memory_of',
+           'optimiser_bytes', 'exposed_seconds', 'choose_rows', 'plan_model', 'summed_up', 'plan', 'plan_text',
+           'compare', 'compare_run', 'parts_of', 'compare_throughput', 'comparison_table']
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-003
 import json, math, weakref
@@ -329,6 +329,7 @@ class Machine:
     pointwise: list = field(default_factory=list)   # timed pointwise operations: name, bytes, ms
     collectives: list = field(default_factory=list) # timed collectives: op, gpus, bytes, ms
     launch: float = 0.0    # seconds the host needs for one small operation; 0: not measured
+    sharded: float = 0.0   # seconds it needs for one block with FSDP; 0: not measured
     notes: list = field(default_factory=list)       # what was not measured
     priced: dict = field(default_factory=dict, init=False, repr=False) # times that were asked for before
 
@@ -353,7 +354,8 @@ def load_machine(
     if not parts["pointwise"]:
         notes.append("pointwise operations at the rate of a plain copy; they were not measured")
     memory = record.get("memory_bytes") or MEMORY.get(gpu, math.inf)
-    return Machine(gpu, memory, record["rates"], launch=record.get("launch_us", 0.0) / 1e6, notes=notes, **parts)
+    host = {"launch": record.get("launch_us", 0.0) / 1e6, "sharded": record.get("fsdp_block_ms", 0.0) / 1e3}
+    return Machine(gpu, memory, record["rates"], notes=notes, **host, **parts)
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-042
 def stretched(
@@ -377,6 +379,14 @@ def is_odd(
     "Whether a side is no multiple of 8, for which cuBLAS has slower kernels."
     return any(side % 8 for side in shape)
 
+def is_like(
+    row: dict, # a timed product
+    shape,     # M, K, N
+) -> bool:
+    "Whether a timed product has the odd sides of ours, or nearly so, and no others."
+    return all((side % 8 > 0) == (row[n] % 8 > 0) and (side % 8 == 0 or 2 / 3 <= side / row[n] <= 3 / 2)
+               for n, side in zip("MKN", shape))
+
 def product_seconds(
     machine: Machine,
     size: tuple,    # (batch, M, K, N)
@@ -388,7 +398,8 @@ def product_seconds(
     M, K, N = shape
     rate, dtype = machine.rates[amount], "bfloat16" if precision == "bf16" else "float32"
     near = [row for row in machine.products if row["dtype"] == dtype]
-    near = [row for row in near if is_odd((row["M"], row["K"], row["N"])) == is_odd(shape)] or near
+    even = [row for row in near if not is_odd(row[n] for n in "MKN")]
+    near = [row for row in near if is_like(row, shape)] or even or near
     if near:
         gap = lambda row: sum(abs(math.log(row[n] / side)) for n, side in zip("MKN", shape))
         rate = stretched(near, min(near, key=gap), dict(zip("MKN", shape)))
@@ -635,7 +646,7 @@ class Part:
     backward: float
     peak: float   # bytes alive at most, beside weights and what was there before
     saved: float  # bytes alive when the backward begins
-    odd: bool = False # some products have sides that are no multiple of 8, and none such was timed
+    odd: bool = False # some products have sides that are no multiple of 8, and none like them was timed
 
 def one_part(
     config: LMConfig,
@@ -655,8 +666,8 @@ def one_part(
     ahead = [w for w in trace.work if w.phase == "forward"]
     seconds, more = whole(trace.work), config.n_layer - 1
     back = device_seconds(seconds) - device_seconds(whole(ahead))
-    known = any(is_odd((row["M"], row["K"], row["N"])) for row in machine.products)
-    odd = not known and any(is_odd(w.size[1:]) for w in ahead if w.kind == "product")
+    shapes = {w.size[1:] for w in ahead if w.kind == "product" and is_odd(w.size[1:])}
+    odd = any(not any(is_like(row, shape) for row in machine.products) for shape in shapes)
     slope, (first, second) = trace.grown - trace.left, trace.peaks
     # in the backward pass, gradients take the place of what was kept
     peak = max(first + more * trace.grown, second + more * max(slope, trace.gradients))
@@ -778,7 +789,10 @@ def summed_up(config, train, machine, part, parameters, gpus, sharding, rows, ne
     spent = {name: accumulate * value for name, value in part.seconds.items() if value and name != "host"}
     spent["optimiser"] = optimiser_bytes(parameters, gpus, sharding, train.clip) / pointwise_rate(machine)
     spent["communication"] = exposed_seconds(config, part, machine, parameters, gpus, sharding, accumulate, network)
-    idle = accumulate * part.seconds["host"] - sum(spent.values())
+    host = part.seconds["host"]
+    if sharding == "fsdp": # a step waits for whichever is slower, GPU or host
+        host = max(host, (config.n_layer + 1) * machine.sharded)
+    idle = accumulate * host - sum(spent.values())
     if idle > 0:
         spent["host"] = idle
     memory = memory_of(config, part, parameters, gpus, sharding, accumulate > 1)
@@ -789,6 +803,9 @@ def summed_up(config, train, machine, part, parameters, gpus, sharding, rows, ne
     notes += [] if train.precision == "bf16" else ["scan, convolution and attention as measured in bf16"]
     notes += ["products with sides that are no multiple of 8 are slower than those timed"] if part.odd else []
     notes += [] if machine.launch else ["the host is assumed to keep up; its time was not measured"]
+    if sharding == "fsdp":
+        known = f"taken to need {1e3 * machine.sharded:.1f} ms a block, as in the one model that was measured"
+        notes.append(f"the host is {known if machine.sharded else 'assumed to keep up with FSDP'}")
     return Plan(config.mixer, machine.gpu, gpus, sharding, parameters, rows, accumulate, tokens, train.steps,
                 memory, machine.memory, spent, tokens / step, train.steps * step / 3600, binds, notes)
 
@@ -822,6 +839,11 @@ def plan_text(
     parts = ", ".join(f"{name} {giga(value)}" for name, value in p.memory.items() if value)
     shares = sorted(p.seconds.items(), key=lambda item: -item[1])
     times = ", ".join(f"{KINDS[name]} {value / p.step_seconds:.0%}" for name, value in shares if value)
+    tokens = p.steps * p.tokens_per_step
+    amount = f"{tokens / 1e9:.2f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
+    def hours(value, of=""):
+        unit, size = next(((u, s) for u, s in (("hours", 1), ("minutes", 60)) if value * s >= 1), ("seconds", 3600))
+        return f"{value * size:,.1f} {of}{unit}"
     lines = [
         f"{p.mixer}, {p.parameters / 1e6:.1f}M parameters, on {p.gpus} x {p.gpu} ({p.sharding})",
         f"  a step     {p.tokens_per_step:,} tokens; on each GPU {p.accumulate} x {p.rows} sequences "
@@ -829,8 +851,8 @@ def plan_text(
         f"  memory     {giga(p.peak)} of {giga(p.capacity)} on each GPU: {parts}",
         f"  time       {1e3 * p.step_seconds:,.0f} ms a step: {times}",
         f"  speed      {p.tokens_per_second:,.0f} tokens/s",
-        f"  in all     {p.steps:,} steps, {p.steps * p.tokens_per_step / 1e9:.2f}B tokens, {p.hours:.1f} hours, "
-        f"{p.hours * p.gpus:,.0f} GPU hours, without evaluation and checkpoints",
+        f"  in all     {p.steps:,} steps, {amount} tokens, {hours(p.hours)}, "
+        f"{hours(p.hours * p.gpus, 'GPU ')}, without evaluation and checkpoints",
         f"  binds      {p.binds}"]
     if p.accumulate != preset.train.accumulate:
         lines.append(f"  train with --accumulate {p.accumulate}; the preset says {preset.train.accumulate}")
