@@ -1,0 +1,113 @@
+"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the interpreter of Gluon finds."""
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from longhorn_kit.scan import triton_diagonal, triton_exact
+from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
+from longhorn_kit.scan.reference import reference_scan
+from scan_cases import error
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PER_TOKEN = ("q", "k", "x", "b", "z")
+
+
+def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
+    "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
+    dk, dq = dtok.sum(0).view(*k.shape[:2], 2, p.NP)[..., : p.N].unbind(2)
+    if drate is not None:
+        dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
+    return dq, dk, dx, db, dbias.sum(0), dskip.sum(0), dz, None, dinitial
+
+
+def errors(form, B, T, D, N, bounds=None, dtype=BF16, **plan):
+    gen = torch.Generator().manual_seed(0)
+    new = lambda *s, like=FP32: torch.randn(*s, generator=gen).to(like)
+    n = B if bounds is None else len(bounds) - 1
+    a = dict(q=(new(B, T, N) / 2).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D, like=dtype), b=new(B, T, D, like=dtype),
+             b_bias=new(D), D_skip=new(D), z=new(B, T, D, like=dtype), initial_state=new(n, D, N))
+    dout, dfinal = new(B, T, D, like=dtype), new(n, D, N)
+    r = {name: t.double().requires_grad_() for name, t in a.items()}
+    parts = [(slice(None), 0, T)] if bounds is None else [(slice(i, i + 1), *ends) for i, ends in enumerate(zip(bounds, bounds[1:]))]
+    done = [reference_scan(form=form, **{name: t[:, lo:hi] if name in PER_TOKEN else t[which] if name == "initial_state" else t
+                                         for name, t in r.items()}) for which, lo, hi in parts]
+    right, last = torch.cat([d[0] for d in done], 1), torch.cat([d[1] for d in done])
+    grads = torch.autograd.grad((right * dout).sum() + (last * dfinal).sum(), list(r.values()))
+
+    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
+    make, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    packed, cu = (None, None) if bounds is None else (n, torch.tensor(bounds, dtype=torch.int32))
+    inputs = [a[name] for name in ("q", "k", "x", "b", "b_bias", "D_skip", "z")]
+    with gluon_on_cpu():
+        out, final, kept = forward(make(B, T, D, N, packed, **plan), *inputs, a["initial_state"], cu)
+        found = backward(make(B, T, D, N, packed, "backward", **plan), dout, dfinal, kept, *inputs, cu)
+    pairs = zip(a, (*found[:7], found[8]), grads)
+    return dict(out=error(out, right), last=error(final, last), **{name: error(f, g) for name, f, g in pairs})
+
+
+CASES = [
+    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=37, D=40, N=64)),
+    ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])), ("exact", dict(B=1, T=20, D=72, N=16, few=False)),
+    ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
+    ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)), ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
+    ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]))]
+
+
+@pytest.mark.parametrize("form, case", CASES, ids=[f"{form} {case}" for form, case in CASES])
+def test_fast_kernels_are_right(form, case, monkeypatch):
+    for module in (triton_diagonal, triton_exact):
+        monkeypatch.setattr(module, "_collect", collect)
+    found = errors(form, **case)
+    rounded = {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()      # stored in bfloat16
+    bad = {name: e for name, e in found.items() if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)}
+    assert not bad
+
+
+@gluon.jit
+def _copy_kernel(x_ptr, out_ptr, size, BLOCK: gl.constexpr, PENDING: gl.constexpr, MASK: gl.constexpr):
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, LANES)
+    shared = gl.allocate_shared_memory(gl.float32, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if MASK:
+        async_copy.async_copy_global_to_shared(shared, x_ptr + i, mask=i < size)
+    else:
+        async_copy.async_copy_global_to_shared(shared, x_ptr + i)
+    async_copy.commit_group()
+    async_copy.wait_group(PENDING)
+    gl.store(out_ptr + i, shared.load(LANES), mask=i < size)
+
+
+@gluon.jit
+def _unknown_kernel(x_ptr):
+    gl.store(x_ptr, gl.erf(gl.load(x_ptr)))
+
+
+def copied(pending=0, mask=True):
+    x, out = torch.arange(50.0), torch.zeros(50)
+    with gluon_on_cpu():
+        _copy_kernel[(2,)](x, out, 50, BLOCK=32, PENDING=pending, MASK=mask, num_warps=1)
+    return out
+
+
+def test_a_copy_arrives_when_it_is_waited_for():
+    assert torch.equal(copied(), torch.arange(50.0))
+    assert copied(pending=1).isnan().all()
+
+
+def test_a_place_outside_a_tensor_is_an_error():
+    with pytest.raises(IndexError, match="program 1 leaves a tensor's memory"):
+        copied(mask=False)
+
+
+def test_an_operation_that_is_not_known_is_named():
+    with gluon_on_cpu(), pytest.raises(AttributeError, match="gl.erf is not known here"):
+        _unknown_kernel[(1,)](torch.zeros(1), num_warps=1)
+
+
+def test_afterwards_kernels_are_compiled_again():
+    run = gluon.jit(_copy_kernel.fn).run
+    with gluon_on_cpu():
+        assert _copy_kernel.run.__func__ is not run.__func__
+    assert _copy_kernel.run.__func__ is run.__func__
