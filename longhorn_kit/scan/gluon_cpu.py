@@ -36,7 +36,8 @@ class Pointer:
 
     @classmethod
     def to_first(cls, t):
-        return cls(t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0), _block(t.storage_offset()))
+        size = t.untyped_storage().nbytes() // t.element_size()
+        return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 
 class Shared:
@@ -55,7 +56,8 @@ class Shared:
 class Interpreter:
     "What `gl`, `async_copy` and `mma_v2` are to one program of a Gluon kernel, in PyTorch."
     int32, int64, float32, bfloat16, float16 = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16
-    static_range, exp2, where, broadcast = range, staticmethod(torch.exp2), staticmethod(torch.where), staticmethod(torch.broadcast_tensors)
+    static_range = range
+    exp2, where, broadcast = map(staticmethod, (torch.exp2, torch.where, torch.broadcast_tensors))
 
     def __init__(self, program):
         self.program, self.copies, self.groups = program, [], []
@@ -131,8 +133,8 @@ def _run(kernel, *args, grid, warmup=False, **kwargs):
     given = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
     constant = {p.name for p in kernel.params if p.is_constexpr}
     for program in range(grid[0]):
-        call = {n: Pointer.to_first(v) if isinstance(v, torch.Tensor) else v if n in constant or v is None else _block(v)
-                for n, v in given.items()}
+        call = {n: v if n in constant or v is None
+                else Pointer.to_first(v) if isinstance(v, torch.Tensor) else _block(v) for n, v in given.items()}
         _in_python(kernel, Interpreter(program))(**call)
 
 
