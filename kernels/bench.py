@@ -2,11 +2,12 @@
 """Time the scans, after checking that they are right.
 
     python kernels/bench.py --device cpu                                   # a few minutes; results/cpu.json
-    python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64
+    python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64 --out FILE.json
     python kernels/bench.py --device cuda                                  # under four minutes; results/<gpu>.json
     python kernels/bench.py --device cuda --sections main peers            # only these parts
     python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact --dtype float16
 
+Without --out only a run of everything writes its record; a run of a part prints its table.
 Every output and gradient is compared with the float64 reference first; a wrong result has no time, and makes the exit
 code 1. On a CPU: forward plus backward of the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the
 kit's Triton kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU side in Triton's
@@ -24,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]   # the checkout, not another 
 
 RESULTS = ROOT / "kernels" / "results"
 SECTIONS = ("main", "options", "ragged", "packed", "memory", "N", "T", "B", "dtype", "peers", "decode", "again")
+FORMS = ("diagonal", "exact", "decoupled", "s6")
 CPU_DEFAULTS = dict(shape=[(4, 256, 512), (2, 1024, 768)], form=["diagonal", "exact"], state=[16])
 
 
@@ -40,11 +42,11 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda", "interpret"], default="cpu")
     parser.add_argument("--shape", type=shape_of, nargs="+", metavar="B,T,D", help="time these instead of the usual ones")
-    parser.add_argument("--form", choices=["diagonal", "exact"], nargs="+")
+    parser.add_argument("--form", choices=FORMS, nargs="+", help="of " + ", ".join(FORMS) + "; on a CPU the first two")
     parser.add_argument("--state", type=int, nargs="+", metavar="N", help="sizes of a key (default 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--out", type=pathlib.Path, help="file to write (default kernels/results/cpu.json or <gpu>.json)")
+    parser.add_argument("--out", type=pathlib.Path, help="file to write (default, for a run of everything: kernels/results/cpu.json or <gpu>.json)")
     cpu = parser.add_argument_group("on a CPU")
     cpu.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     cpu.add_argument("--rounds", type=int, default=9)
@@ -62,11 +64,15 @@ def parse(argv):
             at = given.index(option)
             del given[at:at + 2]
     args.given = given
+    part = args.shape or args.form or args.state or args.dtype or set(args.sections) != set(SECTIONS)
+    args.whole = not part and args.device != "interpret"
     if args.device == "cpu":
         for name, default in CPU_DEFAULTS.items():
             setattr(args, name, getattr(args, name) or default)
         if args.dtype:
             parser.error("--dtype is for a GPU: the CPU side times float32")
+        if not set(args.form) <= set(FORMS[:2]):
+            parser.error(f"on a CPU --form is of {', '.join(FORMS[:2])}")
     return args
 
 
@@ -88,8 +94,17 @@ def on_gpu(args):
         commit=args.commit or commit_of_kit(), command=" ".join(["python kernels/bench.py", *args.given])))
 
 
+def destination(args, name, wrong=(), left_out=()):
+    "The file to write, or None. What is wrong, a part of the cases, or one cut short never takes the place of a record."
+    path = args.out or (RESULTS / name if args.whole else None)
+    return path.with_suffix(".partial.json") if path and (wrong or left_out and not args.out) else path
+
+
 def write(path, text):
     "The whole file or none of it."
+    if path is None:
+        print("\nonly a part was timed: nothing is written without --out")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text)
@@ -108,15 +123,13 @@ def main(argv=None):
         record = bench_cpu.main(args)
         if record is None:
             return 1
-        write(args.out or RESULTS / "cpu.json", json.dumps(record, indent=1) + "\n")
+        write(destination(args, "cpu.json"), json.dumps(record, indent=1) + "\n")
         return 0
     record = on_gpu(args)
     from bench_gpu import one_row_a_line
-    out = args.out or RESULTS / f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
-    if record["wrong"]:
-        out = out.with_suffix(".partial.json")      # a failed run never takes the place of a record
+    name = f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
     if record["rows"]:
-        write(out, one_row_a_line(record))
+        write(destination(args, name, record["wrong"], record["left_out"]), one_row_a_line(record))
     return 1 if record["wrong"] else 0
 
 

@@ -42,6 +42,37 @@ def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path)
     assert "parity with float64 checked" in capsys.readouterr().out
 
 
+def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_cpu, "memory", lambda *a: 1.0)
+    record = tmp_path / "cpu.json"
+    record.write_text("{}")
+    for part in (SMALL, ["--form", "exact", "--shape", "1,9,3"], ["--state", "2", "--shape", "1,9,3"]):
+        assert bench.main([*part, "--rounds", "1"]) == 0
+        assert "nothing is written without --out" in capsys.readouterr().out and record.read_text() == "{}"
+    monkeypatch.setattr(bench, "CPU_DEFAULTS", dict(shape=[(1, 9, 3)], form=["diagonal"], state=[2]))
+    assert bench.main(["--rounds", "1"]) == 0
+    assert json.loads(record.read_text())["results"]
+    assert [f.name for f in tmp_path.iterdir()] == ["cpu.json"]
+
+
+def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
+    where = lambda *words, **found: bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **found)
+    assert where() == bench.RESULTS / "gpu.json"
+    for part in (["--sections", "main"], ["--form", "s6"], ["--shape", "1,9,3"], ["--state", "4"], ["--dtype", "float16"]):
+        assert where(*part) is None and where(*part, "--out", "mine.json") == pathlib.Path("mine.json")
+    for found in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
+        assert where(**found) == bench.RESULTS / "gpu.partial.json"
+    assert where("--out", "mine.json", left_out=["S1"]) == pathlib.Path("mine.json")
+    assert bench.destination(bench.parse(["--device", "interpret"]), "interpreter.json") is None
+
+
+def test_forms_that_a_device_does_not_time_are_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["--form", "s6"])
+    assert stop.value.code == 2 and "on a CPU --form is of diagonal, exact" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shape", ["4,256", "a,b,c", "0,1,1"])
 def test_a_bad_shape_is_one_line(shape, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -74,6 +105,15 @@ def test_the_gpu_side_writes_rows_with_times_floors_and_versions(tmp_path):
     (row,) = found["rows"]
     assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["forward_share"] and row["kept_bytes_per_x"] > 0
     assert found["worst_error"] == {"diagonal portable bfloat16": pytest.approx(0, abs=6e-3)}
+
+
+@without_gpu
+@pytest.mark.parametrize("form", ["exact", "decoupled", "s6"])
+def test_the_gpu_side_times_every_form(form, tmp_path):
+    file = tmp_path / "gpu.json"
+    assert bench.main([*INTERPRET, "--form", form, "--out", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["form"] == form and row["backward_ms"] > 0
 
 
 @without_gpu
