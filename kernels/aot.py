@@ -155,29 +155,40 @@ def unwaited(built):
     return count
 
 
+def narrow(built):
+    "How many batch strides are multiplied in 32 bits: a product of 2^31 elements would become a negative one."
+    return len(re.findall(r"arith\.muli .*%s\w_bv?\b.* : i32", built.asm["ttgir"]))
+
+
+def nan(built):
+    "How many minima and maxima of floats (keep, drop) what is not a number; None for AMD, where that takes no instruction of its own."
+    found = re.findall(r"\b(?:min|max)(\.NaN)?\.f32\b", built.asm.get("ptx", ""))
+    return [found.count(".NaN"), found.count("")] if "ptx" in built.asm else None
+
+
 def tool(*args):
     "Run Triton's own cuobjdump."
     binary = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return subprocess.run([str(binary), *map(str, args)], capture_output=True, text=True, check=True).stdout
 
 
-def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, form="diagonal", z=True, state=True, packed=False):
-    "Arguments of a scan on the meta device."
+def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, keys=None, form="diagonal", z=True, state=True, packed=None):
+    "Arguments of a scan on the meta device; `packed`: number of sequences, with B = 1."
     new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
     A = dict(s6=new(D, N, like=torch.float32), s6_timed=new(B, T, N)).get(form)
-    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), bias=new(D, like=torch.float32),
-                skip=new(D, like=torch.float32), z=new(B, T, D) if z else None, A=A,
-                initial_state=new(B, D, N, like=torch.float32) if state else None,
-                cu_seqlens=new(B + 1, like=torch.int32) if packed else None)
+    return dict(q=new(B, T, N, like=keys or dtype), k=new(B, T, N, like=keys or dtype), x=new(B, T, D), b=new(B, T, D),
+                bias=new(D, like=torch.float32), skip=new(D, like=torch.float32), z=new(B, T, D) if z else None, A=A,
+                initial_state=new(packed or B, D, N, like=torch.float32) if state else None,
+                cu_seqlens=new(packed + 1, like=torch.int32) if packed else None)
 
 
-def portable_launches(form, **shape):
+def portable_launches(form, checkpoint_every=None, packed=None, **shape):
     "What the portable forward and backward launch."
     from longhorn_kit.scan.triton_portable import portable_backward, portable_forward, portable_plan
 
-    a = inputs(form=form, **shape)
+    a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    forward, backward = (portable_plan(form, B, T, D, N, direction=way) for way in ("forward", "backward"))
+    forward, backward = (portable_plan(form, B, T, D, N, packed, way, checkpoint_every) for way in ("forward", "backward"))
 
     def launch():
         out, final, ckpt = portable_forward(forward, **a)
@@ -187,19 +198,21 @@ def portable_launches(form, **shape):
     return record(launch)
 
 
-def fast_launches(form, **shape):
-    "What a fast forward and backward launch."
+def fast_launches(form, packed=None, backward=True, **shape):
+    "What a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
     module = importlib.import_module(f"longhorn_kit.scan.triton_{form}")
-    plan, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
-    a = inputs(form=form, **shape)
+    plan, run_forward, run_backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    packed = None if a["cu_seqlens"] is None else len(a["cu_seqlens"]) - 1
     a.pop("A")
 
     def launch():
-        out, final, ckpt = forward(plan(B, T, D, N, packed), **a)
+        if not backward:
+            run_forward(plan(B, T, D, N, packed), **a, read=False)
+            return
+        out, final, ckpt = run_forward(plan(B, T, D, N, packed), **a)
         rest = {n: v for n, v in a.items() if n != "initial_state"}
-        backward(plan(B, T, D, N, packed, direction="backward"), out, final, ckpt, **rest)
+        run_backward(plan(B, T, D, N, packed, direction="backward"), out, final, ckpt, **rest)
 
     return record(launch)
 
@@ -212,6 +225,13 @@ def cases(what):
         for form in ("diagonal", "exact"):
             yield f"{form} N=64", portable_launches(form, N=64)
             yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
+        for form in ("decoupled", "s6", "s6_timed"):
+            yield f"{form} N=64", portable_launches(form, N=64)
+        for form in ("diagonal", "exact", "s6"):
+            yield f"{form} N=16 small", portable_launches(form, checkpoint_every=64)   # the backward rebuilds states: mode 3
+        yield "diagonal N=16 packed", portable_launches("diagonal", packed=3, B=1)
+        yield "diagonal N=128", portable_launches("diagonal", N=128)
+        yield "exact N=128", portable_launches("exact", N=128)
     if what in ("fast", "all"):
         for form in ("diagonal", "exact"):
             yield f"fast {form}", fast_launches(form)
@@ -223,6 +243,19 @@ def cases(what):
         yield "fast diagonal N=64", fast_launches("diagonal", N=64)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
+        for form in ("diagonal", "exact"):
+            yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
+            yield f"fast {form} narrow", fast_launches(form, D=24)
+            yield f"fast {form} D=2044", fast_launches(form, D=2044)                   # copies of 8 bytes
+            yield f"fast {form} D=2046", fast_launches(form, D=2046)                   # and of 4
+            yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
+        yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
+        yield "fast diagonal N=128", fast_launches("diagonal", N=128)
+        yield "fast diagonal N=64 segments", fast_launches("diagonal", B=1, T=2001, N=64)
+        yield "fast exact N=32", fast_launches("exact", N=32)
+        yield "fast exact N=32 D=2046", fast_launches("exact", D=2046, N=32)
+        yield "fast exact N=64 few", fast_launches("exact", B=1, T=2041, D=520, N=64)
+        yield "fast exact states", fast_launches("exact", backward=False)
 
 
 def main():
@@ -244,7 +277,7 @@ def main():
                     continue
                 built, used = build(launch, target)
                 row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used,
-                           unwaited=unwaited(built))
+                           unwaited=unwaited(built), narrow=narrow(built), nan=nan(built))
                 if args.out and not target.startswith("gfx"):
                     row["instructions_per_step"] = loop_count(launch, built)
                 rows.append(row)

@@ -81,6 +81,12 @@ def error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
 
 
+def beyond(found, right, relative, absolute=1e-6):
+    "Names of what is off by more than a share of its norm and, where what is right vanishes, so much an element."
+    off = {n: (found[n].double() - r.double()).norm().item() for n, r in right.items()}
+    return {n: off[n] for n, r in right.items() if not off[n] <= relative * r.norm() + absolute * r.numel() ** 0.5}
+
+
 def errors(B, T, D, N, form, bounds=None, options=None, **made):
     "Errors of every output and gradient against the oracle."
     a, dout, dfinal = inputs(B, T, D, N, form, sequences=None if bounds is None else len(bounds) - 1, **made)

@@ -113,6 +113,40 @@ def test_strides_do_not_change_a_bit(form):
 
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_may_have_any_stride(form, backend):
+    "A column of a table of bounds is not contiguous; kernels read bounds by position."
+    t = make(1, 12)
+    bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32)[:, 0]
+    results = []
+    for cu in (bounds, bounds.clone()):
+        leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
+        out, ends = run(form, leaves, rates(form, t), cu_seqlens=cu, output_final_state=True, backend=backend)
+        results.append((out, ends, *torch.autograd.grad(out.sum() + ends.sum(), list(leaves.values()))))
+    assert not bounds.is_contiguous() and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ("triton", "chunked"))
+@pytest.mark.parametrize("kind", ("expanded", "sliced", "transposed"))
+def test_rates_may_have_any_stride(kind, backend):
+    "S6 with one row of rates for all channels, and with rates that are a part of a wider tensor: every gradient."
+    t = make()
+    make_A = dict(expanded=lambda s: (-torch.arange(1.0, N + 1) * s).expand(D, N),
+                  sliced=lambda s: (torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N) * s)[:, N:],
+                  transposed=lambda s: (torch.linspace(-2, -0.1, D * N).view(N, D) * s).t())[kind]
+    results = []
+    for name in (backend, "reference"):
+        leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
+        scale = torch.ones((), requires_grad=True)
+        out, ends = run("s6", leaves, make_A(scale), output_final_state=True, backend=name)
+        loss = out.square().sum() + ends.square().sum()
+        results.append((out, ends, *torch.autograd.grad(loss, [*leaves.values(), scale])))
+    assert not make_A(1.0).is_contiguous()
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(form, backend, dtype):
     t = {n: v.requires_grad_() for n, v in make(dtype=dtype).items()}

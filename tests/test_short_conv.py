@@ -148,6 +148,16 @@ def test_strides_do_not_matter(small):
         assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_may_have_any_stride(backend, small):
+    a, dy, dfinal = inputs(1, 12, 3, 4, 2)
+    bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
+    run = lambda cu: results(lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend),
+                             leaves(a), dy, dfinal)
+    got, want = run(bounds), run(bounds.clone())
+    assert not bounds.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+
+
 def test_conv1d_weights_are_taken_as_they_are():
     a, *_ = inputs(1, 5, 3, 4)
     assert torch.equal(causal_conv1d(a["x"], a["weight"][:, None], a["bias"]), causal_conv1d(a["x"], a["weight"], a["bias"]))

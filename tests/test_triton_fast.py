@@ -4,8 +4,8 @@ import logging
 import pytest
 import torch
 
-from scan_cases import DEVICE, assert_close, error, errors, inputs, kernels, one_sequence
-from longhorn_kit.scan import triton_op
+from scan_cases import DEVICE, assert_close, beyond, error, errors, gradients, inputs, kernels, one_sequence, oracle
+from longhorn_kit.scan import triton_diagonal, triton_op
 
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -74,7 +74,6 @@ def test_accuracy_within_is_that_of_float32(form):
     "bfloat16 keys and queries, everything else float32: what the products of split halves lose is below 1e-4."
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
     a["q"], a["k"] = a["q"].bfloat16(), a["k"].bfloat16()
-    from scan_cases import oracle
     (out, final, grads), (out_, final_, grads_) = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
     found = dict(out=error(out, out_), final=error(final, final_), **{n: error(grads[n], grads_[n]) for n in grads_ if n not in "qk"})
     assert_close(found, FP32, factor=5)
@@ -134,12 +133,33 @@ def test_key_scales_and_extreme_logits(form, scale):
     a, dout, dfinal = inputs(2, 96, 40, 16, form, dtype=BF16)
     a["k"] = (a["k"] * scale).bfloat16()
     a["b"][:, ::7], a["b"][:, 1::7], a["z"][:, ::5], a["z"][:, 1::5] = 80.0, -80.0, 100.0, -100.0
-    got = kernels(a, dout, dfinal, form)
-    assert all(torch.isfinite(t).all() for t in (got[0], got[1], *got[2].values()))
-    from scan_cases import oracle
-    want = oracle(a, dout, dfinal, form)
+    got, want = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
     assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 6e-3
-    assert all(error(got[2][n], want[2][n]) < 2e-2 for n in ("x", "q", "D_skip", "z"))
+    assert not beyond(got[2], want[2], 2e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
+    t, d = 37, 5
+    a, dout, dfinal = inputs(2, 83, 72, 16, form, dtype=BF16)
+    right = kernels(a, dout, dfinal, form)
+    others = [c for c in range(72) if c != d]
+    logits, bias = a["b"].clone(), a["b_bias"].clone()
+    logits[0, t, d] = bias[d] = float("nan")
+    for wrong in (dict(b=logits), dict(b_bias=bias)):
+        out, final, grads = kernels({**a, **wrong}, dout, dfinal, form)
+        assert out[0, t:, d].isnan().all() and final[0, d].isnan().all() and grads["initial_state"][0, d].isnan().all()
+        assert all(grads[n][0, t, d].isnan() for n in "xb") and grads["b_bias"][d].isnan()
+        assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(final[:, others], right[1][:, others])
+        assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_that_is_no_number_stays_out_of_the_state(form):
+    a, dout, dfinal = inputs(2, 83, 72, 16, form, dtype=BF16)
+    a["z"][0, 37, 5] = float("nan")
+    out, final, grads = kernels(a, dout, dfinal, form)
+    assert out[0, 37, 5].isnan() and out.isnan().sum() == 1 and final.isfinite().all() and grads["z"][0, 37, 5].isnan()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -147,7 +167,6 @@ def test_one_key_repeated(form):
     a, dout, dfinal = inputs(1, 512, 64, 16, form, dtype=BF16)
     for scale in (0.25, 1.0, 4.0):
         a["k"] = (torch.ones_like(a["k"]) * scale + torch.randn_like(a["k"]) * 0.05 * scale).bfloat16()
-        from scan_cases import oracle
         got, want = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
         assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 1e-3
         assert all(error(got[2][n], want[2][n]) < 2e-2 for n in want[2]), scale
@@ -167,14 +186,87 @@ def test_offsets_beyond_two_to_the_31(form):
     assert error(out[:, -64:], short[:, -64:]) < 6e-3 and error(final, last) < 1e-3
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_backward_offsets_beyond_two_to_the_31(form):
+    "2.15 billion elements, forward and backward; both ends agree with short runs, as what is far away is forgotten."
+    B, T, D, N, near, margin = 1, 2**20 + 2048, 2048, 16, 64, 1024
+    needed = 48 * 2**30                # x, b, out and gradients: 4 GiB each; states 16, parts of the keys' gradients 8
+    free = torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory, {free >> 30} GiB are free")
+    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=BF16)
+    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D))
+    runs = {}
+    for name, part in dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)).items():
+        leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
+        out, final = triton_op.triton_scan(**leaf, form=form)
+        runs[name] = dict(out=out.detach(), final=final.detach()) | gradients((out,), (out.detach(),), leaf)
+        del leaf, out, final
+    found = {"final": error(runs["whole"].pop("final"), runs["end"].pop("final"))}
+    for end, at in dict(start=slice(0, near), end=slice(-near, None)).items():
+        found |= {f"{n} {end}": error(t[:, at], runs[end][n][:, at]) for n, t in runs["whole"].items()}
+    assert_close(found, BF16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batch_strides_beyond_two_to_the_31(form):
+    "Parts of one wide tensor whose second row of the batch lies 2^31 elements after the first: 4 GiB, of which little is used."
+    B, T, D, far = 2, 600, 64, 2**31
+    a, dout, dfinal = inputs(B, T, D, 16, form, dtype=BF16)
+    want = kernels(a, dout, dfinal, form)
+    wide = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16).as_strided((B, T, 4 * D), (far, 4 * D, 1))
+    parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
+    assert all(part.stride() == (far, 4 * D, 1) for part in parts)
+    got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
+    found = dict(out=error(got[0], want[0]), final=error(got[1], want[1]), **{n: error(got[2][n], want[2][n]) for n in want[2]})
+    assert max(found.values()) < 1e-3, found
+
+
+@pytest.mark.parametrize("D", (64, 2044))
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_that_begin_anywhere(form, D):
+    "Contiguous, but not from a multiple of 16 bytes on: a packed batch without its first token, a view into a flat buffer."
+    a, dout, dfinal = inputs(1, 50, D, 16, form, dtype=BF16)
+    want = kernels(a, dout, dfinal, form)
+    def moved(t):
+        flat = torch.empty(t.numel() + 1, device=DEVICE, dtype=t.dtype)
+        return flat[1:].view(t.shape).copy_(t)
+    shifted = {n: moved(a[n]) for n in ("q", "k", "x", "b", "z", "initial_state")}
+    assert all(t.is_contiguous() and t.data_ptr() % 16 for t in shifted.values())
+    got = kernels({**a, **shifted}, moved(dout), moved(dfinal), form)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+
+
 def test_an_unknown_triton_is_checked_not_trusted(monkeypatch, caplog):
+    def works():
+        triton_op.fast_kernels_work.cache_clear()
+        triton_op._portable_instead.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            return triton_op.fast_kernels_work(0) and triton_op.fast_kernels_work(0)
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
-    triton_op.fast_kernels_work.cache_clear()
-    assert triton_op.fast_kernels_work(0)
-    monkeypatch.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
-    triton_op.fast_kernels_work.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert not triton_op.fast_kernels_work(0) and not triton_op.fast_kernels_work(0)
-    assert len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text
+    assert works() and not caplog.records
+    with monkeypatch.context() as broken:
+        broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
+        assert not works() and len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text
+    caplog.clear()
+    right = triton_diagonal._own_and_carry
+    with monkeypatch.context() as broken:              # as if nothing entered a segment of time
+        broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
+        assert not works() and len(caplog.records) == 1 and "disagree" in caplog.text
     monkeypatch.undo()
-    triton_op.fast_kernels_work.cache_clear()
+    assert works()
+
+
+def test_what_goes_to_the_portable_kernels_is_logged_once_a_reason(caplog):
+    triton_op._portable_instead.cache_clear()
+    new = lambda *s: torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
+    cases = (("diagonal", new(16), new(7), 0), ("exact", new(16), new(7), 0), ("exact", new(65), new(8), 0),
+             ("exact", new(16).half(), new(8), 0), ("diagonal", new(16), new(8), 4), ("exact", new(16), new(8), 8))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert all(triton_op.scan_path(form, k, k, x, every) == "portable" for form, k, x, every in cases)
+            assert triton_op.scan_path("decoupled", new(16), new(16), new(7)) == "portable"       # has no other
+            assert triton_op.scan_path("exact", new(16), new(16), new(8)) == "exact"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said)) == len(cases) and all("the portable scan kernels run" in line for line in said)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from scan_cases import DEVICE, assert_close, error, errors, gradients, inputs, kernels, one_sequence, oracle
+from scan_cases import DEVICE, assert_close, beyond, error, errors, gradients, inputs, kernels, one_sequence, oracle
 from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
 
@@ -74,14 +74,27 @@ def test_optional_arguments_left_out():
     assert_close(errors(1, 3, 2, 2, "exact", z=False, state=False, bias=False, skip=False))
 
 
-@pytest.mark.parametrize("form", ("diagonal", "exact"))
-def test_extremes_stay_finite(form):
-    a, dout, dfinal = inputs(1, 6, 2, 2, form)
-    a["k"][0, :3] *= torch.tensor([[0.0], [1e3], [1e-3]], device=DEVICE)
-    a["b"][0, 0], a["b"][0, 1], a["b"][0, 2] = 80.0, -80.0, 500.0
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled"))
+def test_extremes_are_right(form):
+    a, dout, dfinal = inputs(1, 12, 3, 4, form)
+    a["k"][0, :4] *= torch.tensor([[0.0], [1e3], [1e-3], [30.0]], device=DEVICE)
+    a["b"][0, :7] = torch.tensor([80.0, -80.0, 500.0, 1.0, 0.0, -95.0, -60.0], device=DEVICE)[:, None]
     a["z"][0, 0], a["z"][0, 1] = 100.0, -100.0
+    (out, final, grads), (out_, final_, grads_) = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
+    assert not beyond(dict(out=out, final=final, **grads), dict(out=out_, final=final_, **grads_), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
+    a, dout, dfinal = inputs(1, 9, 3, 3, form)
+    right = kernels(a, dout, dfinal, form)
+    a["b"][0, 4, 1] = float("nan")
     out, final, grads = kernels(a, dout, dfinal, form)
-    assert all(torch.isfinite(t).all() for t in (out, final, *grads.values()))
+    assert out[0, 4:, 1].isnan().all() and final[0, 1].isnan().all()
+    assert all(grads[n][0, 4, 1].isnan() for n in "xb") and grads["b_bias"][1].isnan() and grads["initial_state"][0, 1].isnan().all()
+    others = torch.tensor([0, 2], device=DEVICE)
+    assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(final[:, others], right[1][:, others])
+    assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
 
 
 def test_wrong_arguments_are_named():

@@ -433,6 +433,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final):
     "`causal_conv1d` on checked arguments: (y (B,T,D), final state (n,D,W-1) or None)."
     # by name, not `_short_conv`: where a notebook and the package both define the operation, the last one is valid
     conv = torch.ops.longhorn_kit.short_conv.default
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     y, last = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final)
     return y, last if final else None
 

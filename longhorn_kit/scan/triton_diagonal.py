@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import constexpr_function
 from triton.experimental import gluon
@@ -30,6 +31,12 @@ def _reciprocal(v):
 @gluon.jit
 def _exp(v):
     return gl.exp2(v * LOG2E)
+
+
+@gluon.jit
+def _at_most(v, most):
+    # The hardware's minimum drops NaN unless told otherwise, and a wrong logit would look right.
+    return gl.minimum(v, most, propagate_nan=tl.PropagateNan.ALL)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-031
 @gluon.jit
@@ -219,9 +226,9 @@ def _diagonal_fwd_kernel(
     else:
         if HAS_H0:
             S = _load(h0 + seq * N * D, dn, mS, True).to(gl.float32)
-    x += batch * (sx_bv * VEC) + (start + lo) * sx
-    b += batch * (sb_bv * VEC) + (start + lo) * sb
-    z += batch * (sz_bv * VEC) + (start + lo) * sz
+    x += batch * sx_bv * VEC + (start + lo) * sx
+    b += batch * sb_bv * VEC + (start + lo) * sb
+    z += batch * sz_bv * VEC + (start + lo) * sz
     out += (row + lo) * D
     k += (row + lo) * N
     q += (row + lo) * N
@@ -317,9 +324,9 @@ def _diagonal_adjoint_kernel(
     sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
     G = gl.zeros([N, BD], gl.float32, STATE)
     A = gl.full([N, BD], 1.0, gl.float32, STATE)
-    b += batch * (sb_bv * VEC) + (start + lo) * sb
-    z += batch * (sz_bv * VEC) + (start + lo) * sz
-    v += batch * (sv_bv * VEC) + (start + lo) * sg
+    b += batch * sb_bv * VEC + (start + lo) * sb
+    z += batch * sz_bv * VEC + (start + lo) * sz
+    v += batch * sv_bv * VEC + (start + lo) * sg
     k += (row + lo) * N
     q += (row + lo) * N
     chunks = (left + C - 1) // C
@@ -581,10 +588,10 @@ def _diagonal_bwd_kernel(
     else:
         if HAS_DHT:
             G = _load(dhT + seq * N * D, dn, mS, True).to(gl.float32)
-    x += batch * (sx_bv * VEC) + (start + lo) * sx
-    b += batch * (sb_bv * VEC) + (start + lo) * sb
-    z += batch * (sz_bv * VEC) + (start + lo) * sz
-    g += batch * (sg_bv * VEC) + (start + lo) * sg
+    x += batch * sx_bv * VEC + (start + lo) * sx
+    b += batch * sb_bv * VEC + (start + lo) * sb
+    z += batch * sz_bv * VEC + (start + lo) * sz
+    g += batch * sg_bv * VEC + (start + lo) * sg
     k += (row + lo) * N
     q += (row + lo) * N
     dx += (row + lo) * D
@@ -618,7 +625,7 @@ def _diagonal_bwd_kernel(
             bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         kf = ck.load(SUMS).to(gl.float32)
         kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
-        em = _exp(gl.minimum(-(cb.load(TILE).to(gl.float32) + bi), 80.0))
+        em = _exp(_at_most(-(cb.load(TILE).to(gl.float32) + bi), 80.0))
         gf = cg.load(TILE).to(gl.float32)
         se.store(_reciprocal(1.0 + kk + em))
         sm.store(em)
@@ -764,11 +771,11 @@ def _vector(D):
 def _aligned(t, vec):
     # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: what wide loads and asynchronous copies need.
     good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.contiguous()
+    return t if good else t.clone(memory_format=torch.contiguous_format)   # `contiguous` keeps one that begins elsewhere
 
 
 def _keys(t, N):
-    return torch.nn.functional.pad(t, (0, N - t.shape[-1])).contiguous() if t.shape[-1] < N else t.contiguous()
+    return _aligned((torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else t).contiguous(), 1)
 
 
 def _wide_rate(b, x):

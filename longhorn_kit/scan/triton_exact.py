@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .triton_diagonal import (
-    LOG2E, _aligned, _copy, _exp, _keys, _load, _mask, _one_stride, _reciprocal, _rows_apart, _steps, _store, _vector, _wide_rate)
+    LOG2E, _aligned, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store)
+from .triton_diagonal import _keys, _one_stride, _steps, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
@@ -179,9 +180,9 @@ def _exact_fwd_kernel(
     S = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_H0:
         S = _load(h0 + seq * N * D, oS, mS, NARROW).to(gl.float32)
-    x += batch * (sx_bv * VEC) + start * sx
-    b += batch * (sb_bv * VEC) + start * sb
-    z += batch * (sz_bv * VEC) + start * sz
+    x += batch * sx_bv * VEC + start * sx
+    b += batch * sb_bv * VEC + start * sb
+    z += batch * sz_bv * VEC + start * sz
     out += row * D
     k += row * N
     q += row * N
@@ -250,8 +251,8 @@ def _exact_fwd_kernel(
         if HAS_Z:
             zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
         if HAS_Z and N == 16:                          # one reciprocal serves the rate and the gate
-            ea = _one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(gl.minimum(vn, 57.0))
-            eb = 1.0 + gl.exp2(gl.minimum(-LOG2E * zf, 57.0))
+            ea = _one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(_at_most(vn, 57.0))
+            eb = 1.0 + gl.exp2(gl.minimum(-LOG2E * zf, 57.0))   # no NaN from here: it is the gate's, and must not reach the rate
             both = _reciprocal(ea * eb)
             en = both * eb
             gate = zf * (both * ea)
@@ -413,10 +414,10 @@ def _exact_bwd_block(
     G = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_DHT:
         G = _load(dhT + seq * N * D, oS, mS, RAGGED_D).to(gl.float32)
-    x += batch * (sx_bv * VEC) + start * sx
-    b += batch * (sb_bv * VEC) + start * sb
-    z += batch * (sz_bv * VEC) + start * sz
-    g += batch * (sg_bv * VEC) + start * sg
+    x += batch * sx_bv * VEC + start * sx
+    b += batch * sb_bv * VEC + start * sb
+    z += batch * sz_bv * VEC + start * sz
+    g += batch * sg_bv * VEC + start * sg
     dx += row * D
     db += row * D
     dz += row * D
@@ -469,7 +470,7 @@ def _exact_bwd_block(
         kf = sk.load(KEYS).to(gl.float32)
         kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
         xf = rx.index(s).load(TILE).to(gl.float32)
-        em = _exp(gl.minimum(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
+        em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
         ea = 1.0 + kk + em
         dy = rg.index(s).load(TILE).to(gl.float32)
         s_x.store(xf)

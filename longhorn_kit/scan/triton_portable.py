@@ -35,11 +35,17 @@ def _sigmoid(v):
 
 
 @triton.jit
+def _exp_minus(v):
+    # exp(-v), never infinite. The hardware's maximum drops NaN unless told otherwise, and a wrong logit would look right.
+    return tl.exp(-tl.maximum(v, -80.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def _rate(v, kk, inside, RULE: tl.constexpr):
     # What a channel needs of its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
     if RULE >= S6:
         return tl.where(inside, _softplus(v), 0.0)
-    em = tl.exp(-tl.maximum(v, -80.0))
+    em = _exp_minus(v)
     if RULE == DECOUPLED:
         return em
     return 1.0 / (1.0 + kk + em)
@@ -370,7 +376,7 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
             tl.store(dtok_ptr + t64 * (WIDTH * NP) + 2 * NP, tl.sum(GS * w[None, :], 1), mask=inside)
     if RULE <= EXACT:
         dk = dk - 2.0 * kn * tl.sum(fall * w, 0)        # through |k|^2 in eps
-        dv = fall * (w * tl.exp(-tl.maximum(v, -80.0)))
+        dv = fall * (w * _exp_minus(v))
     dv = tl.where(m, dv, 0.0)
     tl.store(dx_ptr + o, (dx + skip * dy).to(dx_ptr.dtype.element_ty), mask=m)
     tl.store(db_ptr + o, dv.to(db_ptr.dtype.element_ty), mask=m)
@@ -552,7 +558,8 @@ def portable_plan(
     segment = 0 if rule == "exact" else _cdiv(segment, kept) * kept
     if block is None:
         block = 32
-        if direction == "forward" and (rule == "diagonal" or not small or (rule == "decoupled" and segment)):
+        wide = small if rule == "decoupled" and segment else not small   # its product of gates spills kilobytes with many states
+        if direction == "forward" and (rule == "diagonal" or wide):
             block = 64
         elif direction == "forward" and rule == "exact" and B * D <= 8192:
             block = 16
@@ -732,6 +739,7 @@ def portable_backward(
     p, new = plan, lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = (t if t is None else t.contiguous() for t in (bias, skip, dfinal))
+    A = A.contiguous() if p.rule == RULES["s6"] else A   # its rows may be the same one, or a part of wider ones
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
     dx = torch.empty(x.shape, device=x.device, dtype=_stored(x.dtype))
     db = torch.empty(x.shape, device=x.device, dtype=torch.float32 if scalar else _stored(b.dtype))
