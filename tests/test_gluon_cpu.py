@@ -65,6 +65,26 @@ def test_fast_kernels_are_right(form, case, monkeypatch):
     assert not bad
 
 
+@pytest.mark.parametrize("form", ["exact", "diagonal"])
+def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form, monkeypatch):
+    for module in (triton_diagonal, triton_exact):
+        monkeypatch.setattr(module, "_collect", collect)
+    gen = torch.Generator().manual_seed(0)
+    new = lambda *s: torch.randn(*s, generator=gen).bfloat16()
+    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
+    make, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    q, k, x, b, z, dout = new(1, 20, 16), new(1, 20, 16) / 2, new(1, 20, 40), new(1, 20, 40), new(1, 20, 40), new(1, 20, 40)
+    b[0, 5, 3] = float("nan")
+    inputs = (q, k, x, b, None, None, z)
+    with gluon_on_cpu():
+        out, final, kept = forward(make(1, 20, 40, 16), *inputs, None, None)
+        grads = backward(make(1, 20, 40, 16, None, "backward"), dout, None, kept, *inputs, None)
+    other = [d for d in range(40) if d != 3]
+    assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads[3][0, 5, 3].isnan()
+    assert not out[0, :, other].isnan().any() and not final[0, other].isnan().any()
+    assert not any(grads[i][0, :, other].isnan().any() for i in (2, 3, 6))
+
+
 @gluon.jit
 def _copy_kernel(x_ptr, out_ptr, size, BLOCK: gl.constexpr, PENDING: gl.constexpr, MASK: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -71,8 +71,12 @@ class Interpreter:
     def arange(self, first, end, layout): return _block(torch.arange(first, end))
     def full(self, shape, value, dtype, layout): return _block(torch.full(shape, value, dtype=dtype))
     def zeros(self, shape, dtype, layout): return self.full(shape, 0, dtype, layout)
-    def minimum(self, a, b): return torch.minimum(_block(a), _block(b))
-    def maximum(self, a, b): return torch.maximum(_block(a), _block(b))
+    def minimum(self, a, b, propagate_nan=None): # drops NaN unless told otherwise, as the hardware does
+        return (torch.fmin if propagate_nan is None else torch.minimum)(_block(a), _block(b))
+
+    def maximum(self, a, b, propagate_nan=None):
+        return (torch.fmax if propagate_nan is None else torch.maximum)(_block(a), _block(b))
+
     def sum(self, v, axis): return v.sum(axis)
     def reshape(self, v, shape): return v.reshape(shape)
     def permute(self, v, dims): return v.permute(dims)
