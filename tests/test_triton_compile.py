@@ -16,8 +16,8 @@ PORTABLE = {"_token_kernel", "_scan_fwd_kernel", "_carry_kernel", "_adjoint_kern
 # (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
 # 255 registers: where a kernel takes all of them, its bound is the stack. Two programs of 110 KiB share a multiprocessor.
 BOUNDS = {
-    "_diagonal_fwd_kernel": {16: (255, 0, 15), 32: (176, 0, 13), 64: (240, 0, 33), 128: (255, 240, 41)},
-    "_diagonal_adjoint_kernel": {16: (140, 0, 4), 64: (104, 0, 7)},
+    "_diagonal_fwd_kernel": {16: (255, 16, 15), 32: (176, 0, 13), 64: (240, 0, 33), 128: (255, 240, 41)},
+    "_diagonal_adjoint_kernel": {16: (140, 0, 4), 64: (104, 16, 7)},
     "_diagonal_carry_kernel": {16: (64, 0, 0), 64: (64, 0, 0)},
     "_diagonal_bwd_kernel": {16: (255, 0, 24), 32: (255, 0, 36), 64: (255, 0, 110), 128: (255, 0, 117)},
     "_exact_fwd_kernel": {16: (255, 0, 52), 32: (255, 0, 29), 64: (248, 0, 37)},
@@ -25,11 +25,11 @@ BOUNDS = {
     "_token_kernel": {16: (40, 0, 1), 64: (40, 0, 1), 128: (40, 0, 1)},
     "_carry_kernel": {16: (40, 0, 0), 64: (40, 0, 0), 128: (40, 0, 0)},
     "_sum_kernel": {16: (48, 0, 1), 32: (48, 0, 1), 64: (48, 0, 1), 128: (48, 0, 1)},
-    "_scan_fwd_kernel": {16: (255, 160, 1), 64: (255, 680, 3), 128: (255, 112, 5)},
-    "_adjoint_kernel": {16: (240, 0, 3), 64: (255, 1000, 9), 128: (255, 96, 3)},
-    "_scan_bwd_kernel": {16: (255, 500, 3), 64: (255, 352, 9), 128: (255, 144, 17)},
+    "_scan_fwd_kernel": {16: (255, 160, 1), 64: (255, 680, 3), 128: (255, 240, 5)},
+    "_adjoint_kernel": {16: (240, 48, 3), 64: (255, 1008, 9), 128: (255, 96, 9)},
+    "_scan_bwd_kernel": {16: (255, 500, 3), 64: (255, 512, 9), 128: (255, 240, 17)},
 }
-AMD = {"_scan_fwd_kernel": (256, 0, 17), "_adjoint_kernel": (256, 0, 17), "_scan_bwd_kernel": (512, 0, 33)}     # all states
+AMD = {"_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
 
 def without_interpreter(*command):
@@ -50,7 +50,7 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        bound = AMD.get(row["kernel"], (64, 0, 1)) if amd else BOUNDS[row["kernel"]][states]
+        bound = AMD.get(row["kernel"], (32, 0, 1)) if amd else BOUNDS[row["kernel"]][states]
         assert all(map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)), (row, bound)
         assert row["unwaited"] == 0 and row["narrow"] == 0, row
 
