@@ -164,6 +164,17 @@ def test_copies_of_a_document_never_stand_on_both_sides(n, different, salt):
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
 
+def test_a_small_share_of_many_documents_is_whole_documents(tmp_path):
+    texts = [f"entry {i}" + "\na line of text" * 20 for i in range(6000)]
+    assert not any(is_held_out(text, 0.0005) for text in texts[:1000])
+    held = [text for text in texts if is_held_out(text, 0.0005)]
+    parts = list(split_documents(enumerate(texts), fraction=0.0005))
+    assert held and [text for part, text in parts if part == "val"] == held and len(parts) == len(texts)
+    (tmp_path / "rows.txt").write_text("\n<|endoftext|>\n".join(texts))
+    corpus = prepare(str(tmp_path / "rows.txt"), fraction=0.0005, cache=tmp_path / "cache")
+    assert corpus.index["whole_documents"] and corpus.index["val"]["documents"] == len(held)
+
+
 def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     texts = ["line\n" * 100, "other line\n" * 50]
     pieces = list(split_documents(enumerate(texts), fraction=0.1))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import language
 from longhorn_kit.lab.claims import ONE_SEED, find_claim, judge
-from longhorn_kit.lab.data import ByteTokenizer
+from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
     LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures, find_preset,
     model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
@@ -117,13 +117,13 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(preset, monke
         assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
 
 
-def test_the_papers_recipe_to_the_letter():
+def test_the_papers_recipe():
     for name, millions, steps in (("owt-120m", 128.56, 5000), ("owt-350m", 369.97, 14000)):
         preset = LM_PRESETS[name]
         assert round(count_parameters(model_config(preset, "longhorn", 50257)) / 1e6, 2) == millions
         recipe = preset.train
         assert recipe.batch_size * recipe.context == 491_520 and recipe.context == 1024 and recipe.steps == steps
-        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (6e-4, pytest.approx(6e-5), 250)
+        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (6e-4, pytest.approx(6e-5), min(steps // 20, 2000))
         assert (recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (0.1, 0.9, 0.95, 1.0)
         for gpus in (1, 4): # every GPU's part of a step is whole
             assert recipe.batch_size % (gpus * recipe.accumulate // gpus) == 0
@@ -208,6 +208,18 @@ def test_a_start_that_failed_does_not_claim_the_folder(tmp_path, text, monkeypat
     assert train_lm("test", "mamba", text, tmp_path, steps=3)["steps"] == 3
 
 
+def test_a_presets_share_is_for_its_own_text(tmp_path, text, monkeypatch):
+    shares, prepare = [], language.prepare
+    def noted(source, *args, fraction, **options):
+        shares.append(fraction)
+        return prepare(text, *args, fraction=HELD_OUT)
+    monkeypatch.setattr(language, "prepare", noted)
+    monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
+    for number, (data, more) in enumerate(((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2}))):
+        train_lm("test", "longhorn", data, tmp_path / str(number), steps=2, **more)
+    assert shares == [0.0005, 0.0005, HELD_OUT, 0.2]
+
+
 def test_seed_decides_the_weights_and_leaves_torchs_state_alone():
     config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
     one, same, other = (language.new_model(config, seed).embedding.weight for seed in (0, 0, 1))
@@ -244,6 +256,9 @@ def test_files_that_are_no_text_are_one_line(tmp_path, monkeypatch):
     (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
+    (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
+    (lambda folder: train_lm("small", "mamba", None, folder), "preset small brings no text; give it with --data"),
+    (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-1), "seed is -1; it must be 0 or more"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
 ])

@@ -538,6 +538,7 @@ def test_training_leaves_the_callers_random_state_alone():
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(accumulate=0), "accumulate is 0"),
         (dict(loss_chunk=-1), "loss_chunk is -1"),
+        (dict(seed=-1), "seed is -1; it must be 0 or more"),
     ],
 )
 def test_impossible_settings_are_refused(wrong, says):
@@ -575,7 +576,7 @@ def two_processes(script, folder, **environment):
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
+        CUDA_VISIBLE_DEVICES="", # and nothing else says that the CPU is meant
         OMP_NUM_THREADS="1",
         LOCAL_WORLD_SIZE="2",
     )
@@ -614,6 +615,7 @@ def test_two_processes_train_as_one_would(tmp_path):
     "The same batches, losses and evaluation; then one process goes on from their checkpoint."
     script = "train(model, TOKENS, VAL, config, sys.argv[1], quiet=True); torch.distributed.destroy_process_group()"
     assert two_processes(script, tmp_path / "two")[0] == [0, 0]
+    assert read_json(tmp_path / "two" / "config.json")["attempts"][0]["engine"]["processes"] == 2
     model = Tiny()
     model.dropout.p = 0.0
     config = dataclasses.replace(CONFIG, steps=20)

@@ -58,14 +58,13 @@ class TrainConfig:
             raise ValueError(f"lr is {self.lr}; it must be finite and at least 0")
         check_ranges(self, clip=(0, math.inf), lr_final=(0, 1), weight_decay=(0, math.inf), save_seconds=(0, math.inf),
                      beta1=(0, 1), beta2=(0, 1))
-        if self.save_every < 0:
-            raise ValueError(f"save_every is {self.save_every}; it must be 0 or more")
+        for name in ("save_every", "loss_chunk", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk is {self.loss_chunk}; it must be 0 or more")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warmup is {self.warmup}; it must be in 0 to steps-1={self.steps - 1}")
         if self.precision not in ("no", "bf16"):
@@ -278,7 +277,8 @@ def make_accelerator(
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    accelerator = Accelerator(mixed_precision=config.precision, cpu=config.cpu,
+    cpu = config.cpu or not torch.cuda.is_available() # without being told, Accelerate takes each process for alone
+    accelerator = Accelerator(mixed_precision=config.precision, cpu=cpu,
                               gradient_accumulation_steps=config.accumulate)
     if plugin := getattr(accelerator.state, "fsdp_plugin", None):
         keep_float32(plugin)
