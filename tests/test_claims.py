@@ -267,6 +267,31 @@ def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tm
     assert (row.claim.name, row.verdict, row.ours) == ("scalar-rate", "holds", "diagonal 1.0000, scalar rate 1.5000 bits a byte")
 
 
+def test_rows_of_a_grid_say_its_size_and_text_and_compare_no_speeds(tmp_path, monkeypatch):
+    bits = {"longhorn": [1.0], "mamba": [2.0], "attention": [3.0], "longhorn_exact": [1.0]}
+    record = fakes.record("language", "gpu", command="LONGHORN_TEXT=texts python -c \"run('gpu', 'x', tokens=9)\"")
+    record |= language_record(bits, runs=[{"mixer": "longhorn", "seed": 0, "parameters": 52_600_000, "tokens": 59_900_000}])
+    record["results"]["domains"] = {"docs": 1, "prose": 2}
+    (tmp_path / "language").mkdir()
+    (tmp_path / "language" / "gpu.json").write_text(json.dumps(record))
+    rows = {row.claim.name: row for row in claims.ledger("no runs", tmp_path) if row.scale == "gpu"}
+    assert rows["language"].ours.startswith("52.6M parameters, 59.9M tokens of docs and prose: diagonal 1.000")
+    assert rows["language"].command == record["command"] # with its own settings
+    assert "exact-cost" not in rows
+    record["command"] = "longhorn reproduce language --scale gpu"
+    (tmp_path / "language" / "gpu.json").write_text(json.dumps(record))
+    row = next(row for row in claims.ledger("no runs", tmp_path) if (row.claim.name, row.scale) == ("language", "gpu"))
+    assert row.command == "LONGHORN_TEXT=FOLDER longhorn reproduce language --scale gpu"
+
+
+def test_extrapolation_tells_texts_apart_from_seeds():
+    nats = {"docs": ([2.0, 1.98], [2.0, 1.98]), "prose": ([2.0, 2.1], [2.0, 2.1])}
+    models = [{"mixer": "longhorn", "text": {text: {"by_length": {"nats": seeds[i]}} for text, seeds in nats.items()}}
+              for i in (0, 1)]
+    ours, verdict = claims.judge_extrapolation({"settings": {"multiples": [1, 16]}, "results": {"models": models}})
+    assert ours.endswith("on docs, diagonal -2.0 ± 0.0 %; on prose, diagonal 10.5 ± 0.0 %") and verdict == "mixed"
+
+
 @pytest.mark.parametrize("losses, verdict, told", [
     ([4, 3, 2.0], "holds", "2.00"), ([4, 3.5, 3.0], "does not hold", "1.00"), ([5, 4.5, 4.0], "does not hold", "never")])
 def test_sample_efficiency_is_read_off_the_curves(losses, verdict, told):

@@ -235,6 +235,11 @@ def test_run_over_checkpoints_goes_on_judges_and_draws(grid, tmp_path, monkeypat
     ex.run("gpu", tmp_path / "less", less, checkpoints=folder, data=str(text))
     ex.run("gpu", tmp_path / "less", replace(less, chunk=8), checkpoints=folder, data=str(text))
     assert len(measured) == 9 # other settings are measured again
+    other = tmp_path / "other" / "longhorn-seed0" / "model"
+    save_lm(new_model(LMConfig(256, 16, 1), 7), "bytes", other)
+    rows = [ex.run("gpu", tmp_path / place, less, checkpoints=other.parents[1], data=str(text))["results"]["models"]
+            for place in ("less", "fresh")] # a model of the same name, where another was measured and where none was
+    assert rows[0][0]["text"] == rows[1][0]["text"] and len(measured) == 11
     ours, verdict = ex.verdict(record)
     assert verdict in ("holds", "mixed", "does not hold") and "4 times the training context" in ours
     assert len(ex.growth(record, "longhorn", "prose")) == 2

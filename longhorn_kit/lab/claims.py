@@ -6,11 +6,11 @@
 __all__ = ['OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_INTENSIVE', 'DOWNSTREAM_PERPLEXITY', 'EXTRAPOLATION', 'INDEPENDENT', 'VERDICTS',
            'THREAD', 'CODE', 'FIGURE', 'SCALES', 'PLATFORM', 'NAMES', 'RECALL_ORDER', 'ONE_SEED', 'SHAPES',
            'MQAR_ORDER', 'SOLVED', 'LEARNT', 'DECIDED', 'CLAIMS', 'MUON', 'KERNELS', 'recall_gain', 'compare_seeds',
-           'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'judge_language', 'judge_pair',
-           'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times', 'times_text',
-           'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall', 'compare_mqar',
-           'judge_mqar', 'outcomes_text', 'judge_vision', 'train_all', 'parameters_saved', 'suggest', 'find_claim',
-           'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder',
+           'all_of', 'Claim', 'scores_text', 'judge_recall', 'common_seeds', 'size_text', 'judge_language',
+           'judge_pair', 'tokens_at', 'judge_efficiency', 'judge_extrapolation', 'judge_exact_cost', 'kernel_times',
+           'times_text', 'judge_exact_kernel', 'judge_kernel_time', 'judge_official_kernel', 'compare_recall',
+           'compare_mqar', 'judge_mqar', 'outcomes_text', 'judge_vision', 'train_all', 'parameters_saved', 'suggest',
+           'find_claim', 'claim_module', 'runnable', 'Row', 'load_record', 'judge', 'rerun_command', 'results_folder',
            'ledger_summary', 'ledger_text', 'ledger_markdown', 'ledger_html', 'Ledger', 'ledger']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
@@ -184,6 +184,19 @@ def common_seeds(
     return tuple([table[seed] for seed in both] for table in tables)
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-030
+def size_text(
+    record: dict, # of `longhorn_kit.lab.language` or of its grid
+) -> str: # with a colon at its end; "" where the record does not say
+    "How large the models of a record are and what they read."
+    results = record["results"]
+    run = next(iter(results.get("runs", ())), results) # of a grid, each run says it
+    sizes, tokens = run.get("parameters"), run.get("tokens")
+    if not (sizes and tokens):
+        return ""
+    size = next(iter(sizes.values())) if isinstance(sizes, dict) else sizes
+    texts = " and ".join(results.get("domains", ())) or record["settings"]["data"].replace("stdlib", "Python's library")
+    return f"{size / 1e6:.3g}M parameters, {tokens / 1e6:.3g}M tokens of {texts}: "
+
 def judge_language(
     record: dict, # record of `longhorn_kit.lab.language` or of its grid
 ) -> tuple[str, str]:
@@ -191,7 +204,7 @@ def judge_language(
     results = record["results"]
     others = ["mamba", "attention"] + ["gla"] * ("gla" in results["bits_per_byte"])
     pairs = [common_seeds(results, "longhorn", other) for other in others]
-    text = scores_text(results["bits_per_byte"]) + " bits a byte"
+    text = size_text(record) + scores_text(results["bits_per_byte"]) + " bits a byte"
     if not all(ours for ours, _ in pairs): # a grid that goes on
         return text, "unfinished"
     return text, all_of([compare_seeds(*pair, one_seed=ONE_SEED) for pair in pairs])
@@ -206,7 +219,7 @@ def judge_pair(
     scores = common_seeds(record["results"], first, second)
     if not scores[0]:
         return None
-    text = scores_text(dict(zip((first, second), scores)), "{:.4f}")
+    text = size_text(record) + scores_text(dict(zip((first, second), scores)), "{:.4f}")
     return f"{text} bits a byte", compare_seeds(*scores, one_seed=ONE_SEED)
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-034
@@ -245,23 +258,24 @@ def judge_extrapolation(
     record: dict, # record of `longhorn_kit.lab.extrapolation`
 ) -> tuple[str, str]:
     "(growth of every model's perplexity, verdict): diagonal Longhorn's at most 1 % for every text and seed."
-    growth = {} # mixer -> one for each text and seed
+    growth = {} # text -> mixer -> (seeds,) percent
     for model in record["results"]["models"]:
-        for found in model["text"].values():
+        for text, found in model["text"].items():
             nats = found["by_length"]["nats"]
-            growth.setdefault(model["mixer"], []).append(math.expm1(nats[-1] - nats[0]))
-    ours = scores_text({name: [100 * value for value in values] for name, values in growth.items()}, "{:.1f}")
-    verdicts = ["holds" if value <= 0.01 else "does not hold" for value in growth.get("longhorn", [])]
-    return (f"growth of perplexity at {record['settings']['multiples'][-1]} times the training context: {ours} %",
+            growth.setdefault(text, {}).setdefault(model["mixer"], []).append(100 * math.expm1(nats[-1] - nats[0]))
+    of = lambda text: f"on {text}, " if len(growth) > 1 else ""
+    ours = "; ".join(f"{of(text)}{scores_text(found, '{:.1f}')} %" for text, found in growth.items())
+    verdicts = ["holds" if value <= 1 else "does not hold" for found in growth.values() for value in found.get("longhorn", [])]
+    return (f"growth of perplexity at {record['settings']['multiples'][-1]} times the training context: {ours}",
             all_of(verdicts) if verdicts else "mixed")
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-040
 def judge_exact_cost(
     record: dict, # record of `longhorn_kit.lab.language`
 ) -> tuple[str, str] | None:
-    "(training step of exact relative to diagonal, verdict): exact at least twice as slow; None where one did not run."
+    "(training step of exact relative to diagonal, verdict): exact at least twice as slow; None where that was not timed."
     speed = record["results"]["tokens_per_second"] # name -> training tokens a second
-    if not {"longhorn", "longhorn_exact"} <= set(speed):
+    if record["results"].get("runs") or not {"longhorn", "longhorn_exact"} <= set(speed): # runs of a grid share GPUs
         return None
     ratio = speed["longhorn"] / speed["longhorn_exact"]
     ours = f"exact trains; a step takes {ratio:.2f} times a diagonal one"
@@ -691,14 +705,15 @@ def judge(
 def rerun_command(
     name: str,   # the claim that the record belongs to
     scale: str,
-    record: dict | None = None, # of a variant: a run with settings of its own
+    record: dict | None = None, # of that run
 ) -> str:
     "A shell command that repeats a run."
     claim, command = find_claim(name), (record or {}).get("command", "")
     if command.startswith("python -c run("):
         call = command.removeprefix("python -c ")
         return f"python -c 'from dataclasses import replace; from {claim.module} import *; {call}'"
-    return command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
+    own = "(" in scale or " -c " in command # a variant, or a call with settings of its own
+    return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-092
 def _row_of_file(
@@ -722,7 +737,7 @@ def _row_of_file(
     if not found:
         return None
     ours, verdict = found
-    return Row(claim, verdict, ours, scale, shown, command or rerun_command(source, scale, record))
+    return Row(claim, verdict, ours, scale, shown, rerun_command(source, scale, record))
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-094
 def _variants(

@@ -7,12 +7,13 @@ __all__ = ['NOUNS', 'COLOURS', 'NEEDLES', 'GPU_LENGTHS', 'SETTINGS', 'SCALES', '
            'losses_at', 'sliding_loss', 'position_bins', 'by_position', 'added', 'perplexities', 'needle', 'Haystack',
            'haystack', 'repeat', 'answer_scores', 'question_scores', 'retrieval', 'lesson', 'teach', 'retrieval_maps',
            'ExtrapolationConfig', 'settings_for', 'Texts', 'measure', 'measure_once', 'find_checkpoints',
-           'load_checkpoint', 'laptop_model', 'noise_cache', 'step_times', 'decoding', 'draw_decoding', 'run',
-           'prepared', 'finished_record', 'growth', 'verdict', 'models_in', 'ours_last', 'curves_of', 'mean_map',
+           'load_checkpoint', 'weights_hash', 'laptop_model', 'noise_cache', 'step_times', 'decoding', 'draw_decoding',
+           'run', 'prepared', 'finished_record', 'growth', 'verdict', 'models_in', 'ours_last', 'curves_of', 'mean_map',
            'kinds_in', 'figures', 'tables']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
 import copy
+import hashlib
 import math
 import os
 import time
@@ -404,13 +405,14 @@ def measure_once(
     mixer: str,
     seed: int,
     load,         # () -> SequenceLM
+    origin: dict, # what that model's weights depend on
     texts: Texts,
     config: ExtrapolationConfig,
     folder: Path,
 ) -> dict:
-    "`measure` a model, or read what it found before with these settings."
+    "`measure` a model, or read what was found before for this very model with these settings."
     path = Path(folder) / f"{mixer}-seed{seed}.json"
-    settings = to_plain(asdict(config) | texts.about())
+    settings = to_plain(asdict(config) | texts.about() | {"model": origin})
     for name in ("preset", "mixers", "seeds"): # what says nothing about one model's numbers
         settings.pop(name)
     if path.exists() and (known := read_json(path)).get("settings") == settings:
@@ -446,6 +448,13 @@ def load_checkpoint(
     if model.config.mixer != mixer:
         raise ValueError(f"{place} holds a model with mixer {model.config.mixer}; its folder's name says {mixer}")
     return model
+
+def weights_hash(
+    place: Path, # of a model
+) -> str:
+    "The beginning of the sha256 of its weights."
+    with open(place / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
 def laptop_model(
@@ -553,12 +562,12 @@ def run(
     with one_thread() if checkpoints is None else torch.no_grad():
         models, texts = prepared(config, folder, checkpoints, data, tokenizer)
         found, left = [], []
-        for mixer, seed, load in models:
+        for mixer, seed, load, origin in models:
             late = time.perf_counter() - begun > 60 * minutes
             if late and not (folder / f"{mixer}-seed{seed}.json").exists():
                 left.append({"mixer": mixer, "seed": seed})
             else:
-                found.append(measure_once(mixer, seed, load, texts, config, folder))
+                found.append(measure_once(mixer, seed, load, origin, texts, config, folder))
     return finished_record(scale, config, folder, texts.about(), found, left)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
@@ -568,11 +577,12 @@ def prepared(
     checkpoints, # folder or None
     data,        # as for `run`
     tokenizer,   # as for `run`
-) -> tuple: # (mixer, seed, function that loads it) of every model, and `Texts`
+) -> tuple: # (mixer, seed, function that loads it, its origin) of every model, and `Texts`
     "What is measured, and on what."
     if checkpoints is None:
         corpus = prepare(data or "stdlib", config.preset.tokenizer)
-        models = [(mixer, seed, lambda mixer=mixer, seed=seed: laptop_model(mixer, seed, config, corpus, folder))
+        origin = {"preset": asdict(config.preset), "corpus": corpus.index["source_sha256"]}
+        models = [(mixer, seed, lambda mixer=mixer, seed=seed: laptop_model(mixer, seed, config, corpus, folder), origin)
                   for seed in config.seeds for mixer in config.mixers]
         return models, Texts(corpus.tokenizer, corpus.train, {"held out": corpus.val})
     from longhorn_kit.lab.language import trained_tokenizer
@@ -584,7 +594,8 @@ def prepared(
     name = tokenizer or trained_tokenizer(places[0][2], vocab_size)
     found = open_texts(data or "stdlib", name, Path(folder) / "tokens")
     held_out = {name: tokens for name, (tokens, _) in found.domains.items()}
-    models = [(mixer, seed, lambda mixer=mixer, place=place: load_checkpoint(mixer, place, device))
+    models = [(mixer, seed, lambda mixer=mixer, place=place: load_checkpoint(mixer, place, device),
+               {"weights": weights_hash(place)})
               for mixer, seed, place in sorted(places, key=lambda row: row[1])]
     return models, Texts(found.corpus.tokenizer, found.corpus.train, held_out)
 
@@ -722,6 +733,7 @@ def _draw_maps(
     record: dict,
     kind: str,
     reading: str,
+    measure: str | None = None, # as for `mean_map`
 ):
     "Share of needles found, by length and depth, a panel a model."
     import matplotlib.pyplot as plt
@@ -731,7 +743,7 @@ def _draw_maps(
     fig, axes = plt.subplots(rows, columns, figsize=(2.1 * columns + 0.6, 1.9 * rows + 0.3), squeeze=False, sharey=True)
     lengths = settings["needle_lengths" if reading == "once" else "twice_lengths"]
     for ax, mixer in zip(axes.flat, mixers):
-        image = ax.imshow(mean_map(record, mixer, kind, reading), vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        image = ax.imshow(mean_map(record, mixer, kind, reading, measure), vmin=0, vmax=1, cmap="cividis", aspect="auto")
         ax.set_title(NAMES.get(mixer, mixer))
         ax.set_xticks(range(len(lengths)), [f"{n}" if n < 1000 else f"{n / 1024:g}K" for n in lengths], rotation=60)
         ax.set_yticks(range(len(settings["depths"])), [f"{depth:g}" for depth in settings["depths"]])
