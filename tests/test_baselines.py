@@ -479,6 +479,23 @@ def test_the_backend_can_be_told():
     assert told.pop("attention") == "scaled_dot_product_attention" and set(told.values()) == {"chunked"}
 
 
+def test_the_backend_is_told_for_what_each_mixer_passes(monkeypatch):
+    from longhorn_kit.scan import matrix
+    asked = []
+    monkeypatch.setattr(matrix, "fla_obstacle", lambda q, x, beta, decay=None: asked.append(
+        (beta is None, None if decay is None else decay.dim() == 3)) or "no GPU")
+    for name in ALL:
+        layer = build_mixer(name, 16)
+        if isinstance(layer, MatrixMixer):
+            asked.clear()
+            layer(torch.randn(1, 4, 16))
+            (delta, one_a_head), = set(asked)
+            asked.clear()
+            scan_backend(layer)
+            (told_delta, told_one), = set(asked)
+            assert (told_delta, bool(told_one)) == (delta, bool(one_a_head)), name
+
+
 def test_the_backend_on_a_gpu_follows_the_dtype(monkeypatch):
     from longhorn_kit.models import matrix_mixers
     asked = []

@@ -62,7 +62,7 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         torch.testing.assert_close(layer.state.S[1:2], single.state.S)
 
 
-@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize("mixer", (*RECURRENT, "attention"))
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer):
     hf, lm = to_transformers(make(mixer)), make(mixer)
     tokens, mask, alone = padded(4, 9, 6)
@@ -72,10 +72,24 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer):
         assert torch.equal(together[row, 9:], own[0, -7:])
 
 
+def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
+    hf = to_transformers(make("attention"))
+    tokens, mask, alone = padded(3, 8, 3, 5)
+    out, more = hf(tokens, attention_mask=mask, use_cache=True), torch.randint(50, (4, 2))
+    longer = torch.cat([mask, torch.ones_like(more)], 1)
+    after = hf(more, attention_mask=longer, past_key_values=out.past_key_values).logits
+    for row, prompt in enumerate(alone):
+        own = hf(torch.cat([prompt, more[row:row + 1]], 1)).logits[0]
+        torch.testing.assert_close(torch.cat([out.logits[row][mask[row].bool()], after[row]]), own)
+
+
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
 def test_beams_follow_their_states(mixer):
-    hf, prompt = to_transformers(make(mixer)), torch.randint(50, (2, 6))
-    options = dict(max_new_tokens=6, num_beams=4, do_sample=False, num_return_sequences=2)
+    lm = make(mixer)
+    for parameter in lm.parameters():
+        parameter.data *= 3 # what came before matters, so beams with wrong states choose other tokens
+    hf, prompt = to_transformers(lm), torch.randint(50, (2, 6))
+    options = dict(max_new_tokens=12, num_beams=4, do_sample=False, num_return_sequences=2)
     with_cache = hf.generate(prompt, **options)
     without = hf.generate(prompt, use_cache=False, **options)
     assert torch.equal(with_cache, without)
@@ -92,11 +106,13 @@ def test_a_cache_goes_on_over_several_calls():
     assert cache.get_seq_length() == 12
 
 
-def test_sampled_continuations_repeat_the_prompts_state():
-    hf, prompt = to_transformers(make()), torch.randint(50, (1, 5))
-    torch.manual_seed(0)
-    out = hf.generate(prompt, max_new_tokens=4, do_sample=True, num_return_sequences=3)
-    assert out.shape == (3, 9) and torch.equal(out[:, :5], prompt.expand(3, 5))
+@pytest.mark.parametrize("mixer", ("longhorn_exact", "attention"))
+def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
+    hf, prompts, more = to_transformers(make(mixer)), torch.randint(50, (2, 5)), torch.randint(50, (6, 2))
+    cache = hf(prompts, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(3)
+    whole = hf(torch.cat([prompts.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
+    torch.testing.assert_close(hf(more, past_key_values=cache).logits, whole)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -173,8 +189,8 @@ def test_bad_input_is_one_line():
         hf()
     with pytest.raises(ValueError, match="known mixers"):
         LonghornForCausalLM(LonghornConfig(mixer="rnn"))
-    tokens, mask, _ = padded(3, 5)
-    with pytest.raises(ValueError, match="prompts of one length at a time"):
+    tokens, mask, _ = padded(3, 5, side="right")
+    with pytest.raises(ValueError, match="pad in front, or give prompts of one length at a time"):
         to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
 
 
