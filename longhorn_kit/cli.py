@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Scale', 'NOT_IN_PRESET', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims',
            'chosen_claims', 'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim',
-           'finished_records', 'Reproduce', 'model_folder', 'stream_text', 'generate_from', 'Generate', 'evaluate_from',
-           'Eval', 'Export', 'known', 'train_from', 'plan_from', 'TrainLM', 'TrainVision', 'parse', 'fail', 'main']
+           'finished_records', 'Reproduce', 'model_folder', 'stream_text', 'load_writer', 'generate_from', 'Generate',
+           'evaluate_from', 'Eval', 'Export', 'known', 'train_from', 'plan_from', 'TrainLM', 'TrainVision', 'parse',
+           'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -238,20 +239,37 @@ def stream_text(
         write(tokenizer.decode(waiting))
 
 # %% ../nbs/cli.ipynb #cli-036
+def load_writer(
+    folder: Path,          # of a model, or what `longhorn export` wrote
+    tokenizer: str | None, # its name; None: that of the training
+):
+    "A model and its tokenizer; ValueError or OSError in one line."
+    from longhorn_kit.lab.data import get_tokenizer
+    from longhorn_kit.lab.language import check_finite, check_vocabulary, trained_tokenizer
+    from longhorn_kit.models import SequenceLM
+    if '"model_type"' in (folder / "config.json").read_text(errors="replace"): # of transformers
+        from longhorn_kit.lab.evaluation import load_pair
+        from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
+        model, words = load_pair(folder, tokenizer)
+        if not isinstance(model, LonghornForCausalLM):
+            raise ValueError(f"{folder} holds a {model.config.model_type} model, which is not one of the kit's")
+        return from_transformers(model).eval(), words
+    model = SequenceLM.from_pretrained(folder)
+    check_finite(model, folder)
+    words = get_tokenizer(tokenizer or trained_tokenizer(folder, model.config.vocab_size))
+    check_vocabulary(words.vocab_size, model.config.vocab_size)
+    return model, words
+
 def generate_from(
     o,            # a Generate
     folder: Path, # of the model
 ):
     "Print the prompt and what the model makes of it, token by token."
     import torch
-    from longhorn_kit.lab.data import get_tokenizer
-    from longhorn_kit.lab.language import check_finite, trained_tokenizer
     from longhorn_kit.lab.report import readable
-    from longhorn_kit.models import SequenceLM
-    model = SequenceLM.from_pretrained(folder, "cuda" if torch.cuda.is_available() else "cpu").eval()
-    check_finite(model, folder)
-    tokenizer = get_tokenizer(o.tokenizer or trained_tokenizer(folder, model.config.vocab_size))
-    ids = torch.tensor([tokenizer.encode(o.prompt).tolist()], device=model.embedding.weight.device)
+    model, tokenizer = load_writer(folder, o.tokenizer)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device)
     show = lambda text: print(readable(text), end="", flush=True)
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
     first = list(itertools.islice(new, 1)) # what is wrong with the arguments is said before anything else
@@ -263,7 +281,7 @@ def generate_from(
 @dataclass
 class Generate:
     "Let a trained model continue a prompt; prints token by token."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of the run that trained it
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model, of the run that trained it, or an export
     prompt: str = "The "       # text to continue; - reads it from standard input
     tokens: int = 200          # tokens to add
     temperature: float = 1.0   # 0: always the most probable token

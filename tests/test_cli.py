@@ -236,6 +236,25 @@ def test_generate_agrees_with_the_model(model, capsys):
     assert capsys.readouterr().out == readable(get_tokenizer("bytes").decode(tokens[0].tolist())) + "\n"
 
 
+def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    assert cli.main(["export", str(model), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    texts = []
+    for folder in (model, tmp_path / "out"):
+        assert cli.main(["generate", str(folder), "--prompt", "état", "--tokens", "12", "--top-k", "40"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):
+    from longhorn_kit.models import LMConfig, SequenceLM
+    for size in (128, 50304):
+        SequenceLM(LMConfig(vocab_size=size, d_model=8, n_layer=1)).save_pretrained(tmp_path / str(size))
+        says = fails(capsys, ["generate", str(tmp_path / str(size)), "--tokenizer", "bytes"])
+        assert f"the tokenizer has 256 tokens, the model {size}; name the one it was trained with" in says
+
+
 def test_generate_sends_no_control_characters(model, capsys):
     cli.main(["generate", str(model), "--prompt", "\x1b[2J", "--tokens", "300"])
     out = capsys.readouterr().out

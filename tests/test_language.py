@@ -261,6 +261,8 @@ def test_files_that_are_no_text_are_one_line(tmp_path, monkeypatch):
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-1), "seed is -1; it must be 0 or more"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
+    (lambda folder: language.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
+    (lambda folder: language.check_vocabulary(50257, 256), "the tokenizer has 50257 tokens, the model 256"),
 ])
 def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, call, match):
     with pytest.raises(ValueError, match=match) as caught:

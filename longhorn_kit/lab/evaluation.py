@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from .data import get_tokenizer
-from .language import check_finite, trained_tokenizer
+from .language import check_finite, check_vocabulary, trained_tokenizer
 from .records import (
     atomic_folder, command_line, environment, read_json, to_plain, version_of)
 from ..models import SequenceLM
@@ -124,10 +124,8 @@ def matching(
     tokenizer, # of transformers
     config,    # of the model, with `vocab_size`
 ):
-    "The tokenizer, if the model has an embedding for all its tokens; else ValueError."
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}; "
-                         "name the one it was trained with (--tokenizer)")
+    "The tokenizer, if its vocabulary is the model's; else ValueError."
+    check_vocabulary(len(tokenizer), config.vocab_size)
     return tokenizer
 
 @contextlib.contextmanager

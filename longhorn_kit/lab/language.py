@@ -6,10 +6,10 @@
 __all__ = ['LM_PRESETS', 'GPT2', 'OWT', 'SLIM', 'WITHOUT_TEXT', 'SETTINGS', 'SCALES', 'COMPARISONS', 'NAMES', 'ONE_SEED',
            'BASELINES', 'LMPreset', 'find_preset', 'smooth', 'model_config', 'stretches', 'seen_windows', 'back_off',
            'count_grams', 'TrigramModel', 'xz_bits', 'baselines', 'override', 'new_model', 'save_lm', 'check_finite',
-           'trained_tokenizer', 'fit', 'is_main_process', 'whole_model', 'check_same_model', 'train_lm', 'write_text',
-           'caches_at', 'cache_numbers', 'decode_times', 'LanguageConfig', 'grid', 'settings_for', 'run_model',
-           'summary', 'timed_decoding', 'run', 'run_all', 'run_apart', 'last_step', 'results_of', 'comparisons',
-           'verdict', 'figures', 'tables', 'samples']
+           'trained_tokenizer', 'check_vocabulary', 'fit', 'is_main_process', 'whole_model', 'check_same_model',
+           'train_lm', 'write_text', 'caches_at', 'cache_numbers', 'decode_times', 'LanguageConfig', 'grid',
+           'settings_for', 'run_model', 'summary', 'timed_decoding', 'run', 'run_all', 'run_apart', 'last_step',
+           'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import importlib
@@ -292,6 +292,15 @@ def trained_tokenizer(
         return "bytes"
     raise ValueError(f"{folder} does not say which tokenizer its {vocab_size} tokens belong to; "
                      "name one with --tokenizer")
+
+def check_vocabulary(
+    tokens: int,     # of a tokenizer
+    vocab_size: int, # of a model
+):
+    "ValueError unless the model has an embedding for every token, and not many more: some for padding."
+    if not tokens <= vocab_size < 2 * tokens:
+        raise ValueError(f"the tokenizer has {tokens} tokens, the model {vocab_size}; "
+                         "name the one it was trained with (--tokenizer)")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-039
 def fit(
