@@ -246,6 +246,19 @@ def test_no_learning_rate_is_tried_after_one_that_solves_the_task(tmp_path):
     assert missing(first, grid.lrs, replace(grid, all_lrs=True), results)[0].lr == 0.5
 
 
+def test_a_late_learning_rate_decides_a_cell_only_with_all_its_seeds(tmp_path):
+    grid = replace(TINY, lrs=(0.1,), late_lrs=(0.001,), seeds=(0, 1, 2))
+    results, first, tests = Results(tmp_path), cells(grid)[0], dict.fromkeys(("noise", "cosine", "length", "rewritten"), {})
+    full = lambda run, score: fake(run, score) | tests | {"stale": 0, "seconds": 1, "parameters": 1, "state_bytes": 1}
+    for seed, score in enumerate((0.5, 0.6, 0.7)):
+        results.add(full(replace(first, seed=seed), score))
+    for seed in grid.seeds:
+        results.add(full(replace(first, lr=0.001, seed=seed), 0.8))
+        found = mqar_grid.best_of_cell(first, grid, results.refresh())
+        assert found["by_lr"] == {"0.001": 0.8, "0.1": 0.5} # what was tried is shown at once
+        assert (found["lr"], found["accuracy"]) == ((0.001, [0.8] * 3) if seed == 2 else (0.1, [0.5, 0.6, 0.7]))
+
+
 def test_a_run_is_taken_once_and_comes_back_when_its_process_dies(tmp_path):
     code = ("import sys, time; from longhorn_kit.lab.mqar_grid import *; from tests.test_mqar import TINY\n"
             "turns = Turns(sys.argv[1]); run = next_run(TINY, Results(sys.argv[1]), turns); print(run.mixer, run.lr, flush=True); time.sleep(60)")

@@ -437,10 +437,14 @@ def best_of_cell(
 ) -> dict | None:
     "The runs of a cell in short, with the seeds there are; None while one of the first learning rates is missing."
     lrs = tuple(lr for lr in (*grid.lrs, *grid.late_lrs) if results.of(replace(first, lr=lr)))
-    if not set(lrs_to_try(first, grid.lrs, grid, results)) <= set(lrs):
+    early = lrs_to_try(first, grid.lrs, grid, results)
+    if not set(early) <= set(lrs):
         return None
+    seeds_of = lambda best: [results.of(replace(best, seed=seed)) for seed in grid.seeds]
     best = best_run(first, lrs_to_try(first, lrs, grid, results), results)
-    rows = [results.of(replace(best, seed=seed)) for seed in grid.seeds]
+    if best.lr not in early and not all(seeds_of(best)): # one seed of a late rate does not replace them all
+        best = best_run(first, early, results)
+    rows = seeds_of(best)
     rows = [row for i, row in enumerate(rows) if all(rows[:i + 1])] # up to the first that is missing
     tried = {f"{lr:g}": results.of(replace(first, lr=lr))["accuracy"] for lr in sorted(lrs)}
     return cell_summary(best, rows, tried)
