@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 
 from longhorn_kit.lab import mqar, mqar_grid
 from longhorn_kit.lab.mqar import (
-    PARTS, Run, Task, Training, alike_keys, answer, bag_of_tokens, draw, finish, gap_law, generator_of, look_inside, look_up,
-    noisy_keys, repeat_gain, state_bytes, train_chunks, train_run,
+    PARTS, Run, Task, Training, alike_keys, answer, bag_of_tokens, draw, examine, finish, gap_law, generator_of, learning_rates,
+    look_inside, look_up, noisy_keys, place_guess, probe, repeat_gain, state_bytes, train_chunks, train_run,
 )
-from longhorn_kit.lab.mqar_grid import LAPTOP, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
+from longhorn_kit.lab.mqar_grid import LAPTOP, Grid, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
 from longhorn_kit.lab.records import read_json, read_jsonl
 
 TINY = replace(LAPTOP, stages=(Stage(16, 2, 8, models=("longhorn", "attention")), Stage(16, 2, 8, 1, models=("longhorn_exact",), d_state=4)), vocab=16,
@@ -50,11 +50,31 @@ def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed,
     assert all(torch.equal(a, b) for a, b in zip(streams, again))
 
 
-def test_bag_of_tokens_is_at_chance():
-    task = Task(64, 8, 128)
-    streams = draw(task, 3000, generator_of(0, "test", 0))
-    right = (bag_of_tokens(streams.tokens, streams.where, task.vocab) == streams.answers).float().mean().item()
-    assert abs(right - 1 / 8) < 4 * (1 / 8 / 3000) ** 0.5
+def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
+    from scipy.stats import chisquare
+    streams = draw(Task(32, 4, 20), 4800, generator_of(0, "train", 0))
+    rank = lambda tokens: tokens.argsort(1).argsort(1)
+    keys, values = rank(streams.tokens[:, 0:8:2]), rank(streams.tokens[:, 1:8:2])
+    for row, column in ((keys, values), (keys, torch.arange(4).expand(4800, 4)), (values, torch.arange(4).expand(4800, 4))):
+        assert chisquare(torch.bincount((4 * row + column).flatten(), minlength=16).numpy()).pvalue > 1e-3
+    named = bag_of_tokens(streams.tokens, streams.where, 20)
+    assert ((named == streams.answers).sum(1) == 1).all() # so a bag of tokens is right once in P, whichever it names
+
+
+def test_place_of_a_question_tells_a_little():
+    # by the race of waiting times: the integral over the time at which a slot rings as number r, maximal over r
+    law, t = gap_law(Task(20, 4, 32)), torch.linspace(-12, 12, 4001, dtype=torch.float64).exp()
+    ranks = torch.zeros(len(law), 4, dtype=torch.float64)
+    for slot, rate in enumerate(law):
+        rung = torch.zeros(4, len(t), dtype=torch.float64)
+        rung[0] = 1
+        for other in law[torch.arange(len(law)) != slot]:
+            p = 1 - (-other * t).exp()
+            rung = rung * (1 - p) + torch.cat([torch.zeros_like(rung[:1]), rung[:-1]]) * p
+        ranks[slot] = (rung * rate * (-rate * t).exp() * t).sum(1) * 24 / 4000
+    assert abs(ranks.sum() - 4) < 1e-3
+    assert place_guess(Task(20, 4, 32)) == pytest.approx(ranks.max(1).values.sum().item() / 4, abs=4e-3)
+    assert place_guess(Task(64, 8, 64, rewritten=4)) == 1 / 4 # pairs in random order: the last one's value is right once in K
 
 
 @pytest.mark.parametrize("power", [0.01, 1.0, 1.7])
@@ -99,7 +119,7 @@ def test_no_two_blocks_share_a_seed():
     (dict(pairs=0), "pairs is 0; expected an integer of at least 1"),
     (dict(pairs=2.5), "pairs is 2.5"),
     (dict(rewritten=5), "rewritten is 5; at most half of the 8 pairs can be"),
-    (dict(power=0), "power is 0; expected a number above 0"),
+    (dict(power=0), "power is 0; expected a number above 0"), (dict(power=float("inf")), "power is inf"), (dict(power=float("nan")), "power is nan"),
 ])
 def test_impossible_tasks_are_one_clear_line(bad, says):
     with pytest.raises(ValueError) as caught:
@@ -109,7 +129,9 @@ def test_impossible_tasks_are_one_clear_line(bad, says):
 
 @pytest.mark.parametrize("bad, says", [
     (dict(steps=0), "steps is 0"), (dict(warmup=2000), "warmup is 2000; expected 0 to steps - 1 = 1999"), (dict(lr=0), "lr is 0"),
-    (dict(mixer="lstm"), "known mixers"), (dict(options={"d_stat": 3}), "no option 'd_stat'"), (dict(test_streams=0), "test_streams is 0")])
+    (dict(mixer="lstm"), "known mixers"), (dict(options={"d_stat": 3}), "no option 'd_stat'"), (dict(test_streams=0), "test_streams is 0"),
+    (dict(clip=-1), "clip is -1; it must be from 0 to inf"), (dict(stop_at=float("nan")), "stop_at is nan"), (dict(weight_decay=-5), "weight_decay is -5"),
+    (dict(seed=1000), "seed is 1000; it must be from 0 to 999")])
 def test_impossible_runs_are_one_clear_line(bad, says):
     with pytest.raises(ValueError) as caught:
         Run(**bad)
@@ -147,6 +169,58 @@ def test_a_training_is_the_plain_loop():
     assert curve["steps"] == [3, 6] and np.allclose(curve["loss"], [np.mean(losses[:3]), np.mean(losses[3:])], atol=1e-4)
     for ours, theirs in zip(training.model.parameters(), plain.parameters()):
         assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_learning_rates_are_those_written_out():
+    rates = learning_rates(small(lr=0.1, steps=8, warmup=4))
+    assert np.allclose(rates, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1 * (0.1 + 0.45 * (1 + 2**-0.5)), 0.055, 0.1 * (0.1 + 0.45 * (1 - 2**-0.5))])
+
+
+def test_streams_of_training_and_testing_are_never_the_same(monkeypatch):
+    drawn, inner = [], mqar.generator_of
+    monkeypatch.setattr(mqar, "generator_of", lambda seed, part, block, device="cpu": drawn.append((seed, part, block)) or inner(seed, part, block, device))
+    finish(train_run(small(seed=3, steps=6, chunk=2), longest=32))
+    assert drawn[:3] == [(3, "train", 0), (3, "train", 1), (3, "train", 2)] and {part for _, part, _ in drawn[3:]} == {"test"}
+    assert set(drawn[3:]) == {(3, "test", 0), (3, "test", 1), (3, "test", 2), (0, "test", 3)} # tests, disturbances, probe, a look inside
+
+
+@pytest.mark.parametrize("named", ["answers", "first"])
+def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
+    task, vocab, seen = Task(64, 8, 64), 64, []
+    def known(model, tokens, where, disturb=None): # a table; the other one keeps the first value of a key
+        keys, values = tokens[:, 0:16:2], tokens[:, 1:16:2]
+        order = slice(None) if named == "answers" else slice(None, None, -1)
+        kept = [dict(zip(k[order].tolist(), v[order].tolist())) for k, v in zip(keys.numpy(), values.numpy())]
+        table = torch.tensor([[pairs[key] for key in asked] for pairs, asked in zip(kept, tokens.gather(1, where).tolist())])
+        change = disturb(torch.ones(*tokens.shape, 64)) - 1 if disturb else torch.zeros(1, 1, 64)
+        seen.append((tokens.shape[1], len(set(keys[0].tolist())), change[:, 0:16:2].norm(dim=-1).mean().item() / 8))
+        return torch.nn.functional.one_hot(table, vocab).float()
+    monkeypatch.setattr(mqar, "answer", known)
+    run = small(task=task, test_streams=64)
+    found = mqar.to_plain(examine(Training(run).model, run, longest=300))
+    assert (found["accuracy"], found["stale"]) == (1, 0) and found["length"] == {"128": 1, "256": 1} and list(found["rewritten"]) == ["0", "2", "4"]
+    old = {n: 0 if named == "answers" else n / (8 - n) for n in (0, 2, 4)} # n of 8 - n keys have two values
+    assert [found["rewritten"][str(n)] for n in old] == [{"right": pytest.approx(1 - share), "stale": pytest.approx(share)} for share in old.values()]
+    assert [length for length, *_ in seen] == [64] * 7 + [128, 256] + [64] * 3 and [keys for _, keys, _ in seen] == [8] * 10 + [6, 4]
+    apart = [(2 - 2 * (1 - c) ** 0.5) ** 0.5 for c in mqar.COSINES]
+    assert np.allclose([change for *_, change in seen], [0, *mqar.NOISES, *apart, 0, 0, 0, 0, 0], atol=0.08)
+
+
+def test_probe_reads_the_last_layer_where_the_values_stand():
+    run, inputs = small("longhorn_exact", options={"d_state": 4}), []
+    model = Training(run).model
+    found = probe(model, run, streams=5)
+    mixer = model.blocks[-1].mixer
+    hook = mixer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    with torch.no_grad():
+        model(draw(run.task, 5, generator_of(run.seed, "test", 2)).tokens)
+        k, beta, eps = mixer.rates(inputs[0])
+    hook.remove()
+    k, beta, eps = (part[:, [1, 3]] for part in (k, beta, eps)) # two pairs: values are tokens 1 and 3
+    squared = k.square().sum(-1)
+    assert found["key_length2"] == pytest.approx(squared.mean().item(), rel=1e-5) and found["beta"] == pytest.approx(beta.mean().item(), rel=1e-5)
+    assert found["gain"]["1"] == pytest.approx((eps * squared[..., None]).mean().item(), rel=1e-5)
+    assert found["coordinates_used"] == pytest.approx((squared**2 / (k**4).sum(-1)).mean().item(), rel=1e-5)
 
 
 def test_training_learns_and_stops_when_the_task_is_solved():
@@ -259,6 +333,107 @@ def test_a_late_learning_rate_decides_a_cell_only_with_all_its_seeds(tmp_path):
         assert (found["lr"], found["accuracy"]) == ((0.001, [0.8] * 3) if seed == 2 else (0.1, [0.5, 0.6, 0.7]))
 
 
+@pytest.mark.parametrize("bad, says", [
+    (dict(vocab=31), "vocab is 31; expected an even number"), (dict(lrs=()), "lrs is empty"), (dict(seeds=()), "seeds is empty"),
+    (dict(stages=()), "stages is empty"), (dict(seeds=(0, 0)), "seeds are 0, 0; expected each once"), (dict(seeds=(0, 1000)), "seed is 1000"),
+    (dict(lrs=(0.1, 2.0)), "lr is 2.0"), (dict(late_lrs=(2e-2,)), "learning rates are 0.02, 0.0022, 0.02; expected each once"),
+    (dict(tokens=0), "tokens is 0; expected at least 1"), (dict(warmup=-1), "warmup is -1")])
+def test_impossible_grids_are_one_clear_line(bad, says):
+    with pytest.raises(ValueError) as caught:
+        replace(LAPTOP, **bad)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad, says", [(dict(workers=-1), "workers is -1; expected at least 0"), (dict(lanes=0), "lanes is 0"), (dict(minutes=float("nan")), "minutes is nan")])
+def test_impossible_ways_to_run_are_one_clear_line(tmp_path, bad, says):
+    with pytest.raises(ValueError, match=says):
+        run("laptop", tmp_path / "x", TINY, **bad)
+    assert not (tmp_path / "x").exists()
+
+
+def slow_fakes(monkeypatch, steps):
+    "Runs that only give way; the most that were under way together."
+    going, most = [], []
+    def one(run, *rest):
+        going.append(run)
+        for _ in range(steps):
+            most.append(len(going))
+            time.sleep(0.01)
+            yield
+        going.remove(run)
+        return fake(run, 0.5)
+    monkeypatch.setattr(mqar_grid, "one_run", one)
+    monkeypatch.setattr(mqar_grid, "WAIT", 0.05)
+    return most
+
+
+def test_lanes_wait_for_a_learning_rate_to_be_chosen(tmp_path, monkeypatch):
+    grid = replace(TINY, stages=TINY.stages[1:], lrs=(0.1,), seeds=(0, 1, 2))
+    most = slow_fakes(monkeypatch, 20)
+    work(grid, tmp_path, lanes=3)
+    assert len(read_jsonl(tmp_path / "runs.jsonl")) == 3 and max(most) == 2 # the other two seeds side by side
+
+
+def test_a_process_waits_for_another_without_burning_a_core(tmp_path, monkeypatch):
+    grid = replace(TINY, stages=TINY.stages[1:], lrs=(0.1,), seeds=(0, 1))
+    code = ("import sys, time; from dataclasses import replace; from longhorn_kit.lab.mqar_grid import *; from tests.test_mqar import TINY\n"
+            "grid = replace(TINY, stages=TINY.stages[1:], lrs=(0.1,), seeds=(0, 1)); turns = Turns(sys.argv[1])\n"
+            "print(next_run(grid, Results(sys.argv[1]), turns).seed, flush=True); time.sleep(3)")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "0\n"
+        slow_fakes(monkeypatch, 1)
+        begun, computed = time.monotonic(), time.process_time()
+        work(grid, tmp_path, lanes=2) # the other process leaves without a result: its run is free again
+        waited = time.monotonic() - begun
+        assert waited > 2 and time.process_time() - computed < waited / 3
+    finally:
+        process.kill()
+        process.wait()
+    assert [row["settings"]["seed"] for row in read_jsonl(tmp_path / "runs.jsonl")] == [0, 1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    code = ("import sys; from dataclasses import replace; from longhorn_kit.lab import mqar_grid; from tests.test_mqar import TINY\n"
+            "mqar_grid.run('laptop', sys.argv[1], replace(TINY, steps=10**6), workers=2)")
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent.parent, stderr=subprocess.DEVNULL)
+    def at_work(): # processes that have the file of turns open
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if int(place.name) != parent.pid and any(os.readlink(fd) == str(tmp_path / ".turns") for fd in (place / "fd").iterdir()):
+                    found.append(int(place.name))
+            except OSError: # ended, or not ours
+                pass
+        return found
+    try:
+        deadline = time.monotonic() + 60
+        while len(workers := at_work()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 20
+        while (left := at_work()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(workers) == 2 and not left
+    finally:
+        parent.kill()
+        for pid in at_work():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_grid_with_failed_runs_says_so_and_is_unfinished(tmp_path, monkeypatch, capsys):
+    def broken(run, *rest):
+        raise RuntimeError("no room")
+        yield
+    monkeypatch.setattr(mqar_grid, "one_run", broken)
+    record = run("laptop", tmp_path, replace(TINY, lrs=(0.1,)), workers=0)
+    assert "mqar: 3 runs failed (failed.jsonl), 3 missing; the same command goes on\n" in capsys.readouterr().err
+    ours, verdict = mqar_grid.claims.judge(mqar_grid.claims.find_claim("mqar"), record)
+    assert verdict == "unfinished" and "cannot be compared" in ours and (tmp_path / "partial.json").exists()
+
+
 def test_a_run_is_taken_once_and_comes_back_when_its_process_dies(tmp_path):
     code = ("import sys, time; from longhorn_kit.lab.mqar_grid import *; from tests.test_mqar import TINY\n"
             "turns = Turns(sys.argv[1]); run = next_run(TINY, Results(sys.argv[1]), turns); print(run.mixer, run.lr, flush=True); time.sleep(60)")
@@ -301,6 +476,7 @@ def test_two_workers_share_a_grid(tmp_path):
     record = run("laptop", tmp_path, grid, workers=2)
     rows = read_jsonl(tmp_path / "runs.jsonl")
     assert len(rows) == 4 == len({key_of(row["settings"]) for row in rows}) and len(record["results"]["cells"]) == 2
+    assert {row["commit"] for row in rows} == {mqar_grid.commit_of_kit()} and record["results"]["commits"] == [str(mqar_grid.commit_of_kit())]
     again = run("laptop", tmp_path, grid, workers=0)
     assert read_jsonl(tmp_path / "runs.jsonl") == rows and again["results"]["cells"] == record["results"]["cells"]
 
@@ -380,7 +556,7 @@ def test_record_can_be_drawn_and_judged(tmp_path):
 
 
 def cell(mixer, accuracy, d_model=64, **more):
-    return dict(length=64, pairs=4, rewritten=0, d_model=d_model, mixer=mixer, options={}, accuracy=accuracy) | more
+    return dict(length=64, pairs=4, rewritten=0, guess=0.28, d_model=d_model, mixer=mixer, options={}, accuracy=accuracy) | more
 
 
 def test_verdict_leaves_out_what_both_solve_and_what_neither_learns():
@@ -393,9 +569,26 @@ def test_verdict_leaves_out_what_both_solve_and_what_neither_learns():
     assert judged(cell("longhorn", solved), cell("mamba", learnt), cell("gla", lost),
                   cell("longhorn", learnt, 128), cell("mamba", solved, 128), cell("gla", lost, 128))[1] == "mixed"
     one = judged(cell("longhorn", solved), cell("mamba", [0.8]), cell("gla", lost))
-    assert one[1] == "holds" and one[0].endswith("diagonal above Mamba: undecided 1; diagonal above GLA: holds 1 (+74)")
+    assert one[1] == "holds" and one[0].endswith("diagonal above Mamba: undecided 1, seeds won 1, tied 0, lost 0; "
+                                                 "diagonal above GLA: holds 1 (+74), seeds won 3, tied 0, lost 0")
     ours, verdict = judged(cell("longhorn", lost), cell("mamba", lost), cell("gla", lost))
-    assert verdict == "mixed" and ours.count("undecided 1") == 2
+    assert verdict == "mixed" and ours.count("undecided 1") == 2 and ours.count("seeds won 0, tied 3, lost 0") == 2
+
+
+def test_a_seed_that_only_guesses_ties_with_another_that_does():
+    from longhorn_kit.lab.claims import compare_recall
+    compare = lambda a, b: compare_recall(cell("longhorn", a), cell("mamba", b))[1:]
+    assert compare([0.9, 0.31, 0.8], [0.2, 0.3, 0.2]) == ("mixed", (2, 1, 0)) # 0.31 and 0.30: both below 1.2 guesses
+    assert compare([0.9, 0.41, 0.8], [0.2, 0.3, 0.2]) == ("holds", (3, 0, 0))
+    assert compare([0.999, 0.9], [0.986, 0.5]) == ("mixed", (1, 1, 0))        # both solve it with the first seed
+    assert compare([0.2, 0.5], [0.9, 0.95]) == ("does not hold", (0, 0, 2))
+
+
+def test_nothing_to_compare_is_unfinished():
+    from longhorn_kit.lab.claims import judge_mqar
+    for cells in ([], [cell("longhorn", [0.9, 0.9])], [cell("longhorn_exact", [0.9, 0.9]), cell("longhorn", [0.5, 0.5])]):
+        ours, verdict = judge_mqar({"results": {"cells": cells}})
+        assert verdict == "unfinished" and not ours.endswith("; ")
 
 
 def test_a_grid_that_is_not_complete_is_unfinished_unless_its_sizes_disagree():

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'NOISES', 'COSINES', 'REPEATS', 'INSIDE', 'Task', 'check_task', 'gap_law', 'draw_slots', 'distinct',
-           'Streams', 'draw', 'values_of', 'generator_of', 'look_up', 'bag_of_tokens', 'Run', 'check_run',
-           'model_config', 'learning_rates', 'answer', 'grade', 'Training', 'train_chunks', 'finish', 'accuracy',
-           'at_keys', 'noisy_keys', 'alike_keys', 'examine', 'tensors_in', 'state_bytes', 'probe', 'repeat_gain',
-           'asked_at_once', 'state_changes', 'look_inside', 'train_run']
+           'Streams', 'draw', 'values_of', 'generator_of', 'look_up', 'bag_of_tokens', 'place_guess', 'Run',
+           'check_run', 'model_config', 'learning_rates', 'answer', 'grade', 'Training', 'train_chunks', 'finish',
+           'accuracy', 'at_keys', 'noisy_keys', 'alike_keys', 'examine', 'tensors_in', 'state_bytes', 'probe',
+           'repeat_gain', 'asked_at_once', 'state_changes', 'look_inside', 'train_run']
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-003
 import math
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .records import to_plain
+from .records import check_ranges, to_plain
 from .training import parameter_groups
 from ..models import LMConfig, SequenceLM
 from ..models.mixer import Longhorn
@@ -53,7 +53,7 @@ def check_task(
         value, least = getattr(task, name), 0 if name == "rewritten" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
-    if not task.power > 0:
+    if not 0 < task.power < math.inf:
         raise ValueError(f"power is {task.power!r}; expected a number above 0")
     if task.length % 2 or task.vocab % 2:
         name = "length" if task.length % 2 else "vocab"
@@ -177,6 +177,24 @@ def bag_of_tokens(
     smallest = tokens.masked_fill(~is_value, vocab).min(1, keepdim=True).values
     return smallest.expand_as(where)
 
+# %% ../../nbs/lab/33_mqar.ipynb #new77521625
+@cache
+def place_guess(
+    task: Task,
+    draws: int = 10, # of 10000 streams, half to learn from and half to test with
+) -> float:
+    "Share of right answers of a guess that sees only where a question stands, and names the value of the likeliest pair."
+    if task.rewritten: # its pairs are shuffled, so the place says nothing, but the last one always counts
+        return 1 / task.keys
+    counts, pair = torch.zeros(2, task.slots, task.pairs), torch.arange(task.pairs)
+    for block in range(draws):
+        slots = draw_slots(task, 10000, generator_of(0, "train", block))
+        asked = torch.bincount((slots * task.pairs + pair).flatten(), minlength=counts[0].numel())
+        counts[block % 2] += asked.view(-1, task.pairs)
+    learnt, tested = counts
+    return (tested.gather(1, learnt.argmax(1, keepdim=True)).sum() / tested.sum()).item()
+
+
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-031
 @dataclass(frozen=True)
 class Run:
@@ -217,7 +235,13 @@ def check_run(
         raise ValueError(f"warmup is {run.warmup}; expected 0 to steps - 1 = {run.steps - 1}")
     if not 0 < run.lr < 1:
         raise ValueError(f"lr is {run.lr}; expected a number above 0 and below 1")
-    model_config(run) # a wrong mixer, option or width is a ValueError too
+    check_ranges(run, clip=(0, math.inf), weight_decay=(0, math.inf), stop_at=(0, math.inf), seed=(0, 999))
+    _check_model(run.task.vocab, run.d_model, run.layers, run.mixer, tuple(sorted(run.options.items())))
+
+@cache # a grid asks thousands of times
+def _check_model(vocab, d_model, layers, mixer, options):
+    "ValueError for a wrong mixer, option or width."
+    LMConfig(vocab, d_model, layers, mixer, dict(options))
 
 def model_config(
     run: Run,
