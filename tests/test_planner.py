@@ -547,6 +547,13 @@ def test_machine_rates_writes_what_the_planner_reads(tmp_path, monkeypatch):
     assert plan_model(small(), TRAIN, machine=m).tokens_per_second > 0
 
 
+def test_a_record_of_one_question_does_not_take_the_place_of_the_machines(tmp_path):
+    write_json(tmp_path / "gpu.json", {"gpu": "a", "rates": machine().rates, "rows": machine().rows})
+    write_json(tmp_path / "gpu_ragged.json", {"gpu": "a", "rates": {"bytes": 1.0}, "rows": []})
+    m = load_machine("a", tmp_path)
+    assert m.rates == machine().rates and m.rows == machine().rows
+
+
 def test_measuring_again_keeps_what_was_not_measured(tmp_path):
     path, about = tmp_path / "machine.json", dict(gpu="a", torch="b", cuda="c")
     write_json(path, about | {"fsdp_block_ms": 8.0, "launch_us": 1.0, "collectives": [{"gpus": 2, "ms": 1}, {"gpus": 4, "ms": 2}]})

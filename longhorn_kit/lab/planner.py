@@ -343,7 +343,7 @@ def load_machine(
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if "gpu" in record and ("rates" in record or "collectives" in record):
-            found.setdefault(record["gpu"], {}).update(record)
+            found[record["gpu"]] = record | found.get(record["gpu"], {}) # `<gpu>.json` comes before those of one question
     known = [name for name, record in found.items() if "rates" in record]
     if gpu not in known:
         raise ValueError(f"no measured rates of {gpu!r} in {folder}; there are: {', '.join(known) or 'none'}")
