@@ -54,12 +54,13 @@ def parse(argv):
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
     gpu.add_argument("--sections", choices=SECTIONS, nargs="+", default=SECTIONS, metavar="PART", help=", ".join(SECTIONS))
+    gpu.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="draw the roofline and times against T, B and N into DIR")
     gpu.add_argument("--budget", type=float, default=210, help="seconds after which no new case starts (default 210)")
     gpu.add_argument("--jobs", type=int, default=min(12, max(1, (os.cpu_count() or 2) * 3 // 4)),
                      help="processes that compile at once; 0: compile one after the other")
     args = parser.parse_args(argv)
     given = list(sys.argv[1:] if argv is None else argv)
-    for option in ("--out", "--commit"):      # they say where a run happened, not what it measured
+    for option in ("--out", "--commit", "--plot"):   # they say where a run happened or what to do with it, not what it measured
         if option in given:
             at = given.index(option)
             del given[at:at + 2]
@@ -128,6 +129,11 @@ def main(argv=None):
     record = on_gpu(args)
     from bench_gpu import one_row_a_line
     name = f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
+    if args.plot:
+        from longhorn_kit.scan.speed import draw_record
+        args.plot.mkdir(parents=True, exist_ok=True)
+        draw_record(record).savefig(args.plot / name.replace(".json", ".png"), dpi=150)
+        print(f"drawn: {args.plot / name.replace('.json', '.png')}")
     if record["rows"]:
         write(destination(args, name, record["wrong"], record["left_out"]), one_row_a_line(record))
     return 1 if record["wrong"] else 0

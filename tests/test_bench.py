@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from longhorn_kit.scan import speed
+
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
 bench, bench_cpu = importlib.import_module("bench"), importlib.import_module("bench_cpu")
@@ -105,6 +107,22 @@ def test_the_gpu_side_writes_rows_with_times_floors_and_versions(tmp_path):
     (row,) = found["rows"]
     assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["forward_share"] and row["kept_bytes_per_x"] > 0
     assert found["worst_error"] == {"diagonal portable bfloat16": pytest.approx(0, abs=6e-3)}
+
+
+@without_gpu
+def test_a_record_is_drawn(tmp_path):
+    assert bench.main([*INTERPRET, "--plot", str(tmp_path / "new")]) == 0
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".png"]
+    committed = json.loads((bench.RESULTS / "h200.json").read_text())
+    roof, *sizes = speed.draw_record(committed).axes
+    assert {text.get_text() for text in roof.texts} >= {"exact", "diagonal", "exact, portable", "memory"}
+    for ax, axis in zip(sizes, "TBN"):
+        lines = {line.get_label(): line for line in ax.get_lines()}
+        for form in ("exact", "diagonal"):
+            right = {row[axis]: row["forward_ms"] + row["backward_ms"] for row in committed["rows"]
+                     if row.get("kernels") == form and row["section"] == axis and (axis == "N" or row["N"] == 16)}
+            drawn = dict(zip(*lines[form].get_data()))
+            assert right and all(drawn[size] == ms for size, ms in right.items())
 
 
 @without_gpu
