@@ -13,7 +13,7 @@ from longhorn_kit.lab.mqar import (
     PARTS, Run, Task, Training, alike_keys, answer, bag_of_tokens, draw, examine, finish, gap_law, generator_of, learning_rates,
     look_inside, look_up, noisy_keys, place_guess, probe, repeat_gain, state_bytes, train_chunks, train_run,
 )
-from longhorn_kit.lab.mqar_grid import LAPTOP, Grid, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
+from longhorn_kit.lab.mqar_grid import LAPTOP, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
 from longhorn_kit.lab.records import read_json, read_jsonl
 
 TINY = replace(LAPTOP, stages=(Stage(16, 2, 8, models=("longhorn", "attention")), Stage(16, 2, 8, 1, models=("longhorn_exact",), d_state=4)), vocab=16,
@@ -586,8 +586,8 @@ def test_a_seed_that_only_guesses_ties_with_another_that_does():
 
 def test_nothing_to_compare_is_unfinished():
     from longhorn_kit.lab.claims import judge_mqar
-    for cells in ([], [cell("longhorn", [0.9, 0.9])], [cell("longhorn_exact", [0.9, 0.9]), cell("longhorn", [0.5, 0.5])]):
-        ours, verdict = judge_mqar({"results": {"cells": cells}})
+    for found in ([], [cell("longhorn", [0.9, 0.9])], [cell("longhorn_exact", [0.9, 0.9]), cell("longhorn", [0.5, 0.5])]):
+        ours, verdict = judge_mqar({"results": {"cells": found}})
         assert verdict == "unfinished" and not ours.endswith("; ")
 
 
