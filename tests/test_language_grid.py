@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def test_stopped_in_the_middle_a_run_goes_on_to_the_same_numbers(rehearsal, text
         "import time, sys; from longhorn_kit.lab import training, language_grid; old = training.train_step;"
         "training.train_step = lambda run: (time.sleep(0.2), old(run)); language_grid.worker(sys.argv[1])")
     options = {"what": "train", "folder": str(tmp_path), "grid": asdict(TOY), "data": texts, "tokenizer": "bytes",
-               "how": {}, "deadline": time.time() + 999, "device": "cpu"}
+               "how": {}, "deadline": time.time() + 999, "device": "cpu", "parent": os.getpid()}
     process = subprocess.Popen([sys.executable, "-c", slow, json.dumps(to_plain(options))], stderr=subprocess.PIPE, text=True)
     try:
         metrics, deadline = tmp_path / "longhorn-seed0" / "metrics.jsonl", time.monotonic() + 90

@@ -265,3 +265,10 @@ def test_side_by_side_ends_with_its_parent(tmp_path, number):
     wait_until(lambda: named(tmp_path, "kept") == ["a", "b"], 20)
     assert named(tmp_path, "begun") == ["a", "b"]
     assert number == signal.SIGKILL or said.strip() in ("a kept what it had", "b kept what it had")
+
+
+def test_a_process_whose_parent_has_gone_before_it_could_look_ends():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    code = f"import time; from longhorn_kit.lab.records import end_with; end_with({gone.pid}); time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == -signal.SIGTERM

@@ -274,7 +274,7 @@ def worker(
     folder, deadline = Path(options["folder"]), options["deadline"]
     if options["device"] == "cpu":
         torch.set_num_threads(1)
-    end_with(os.getppid()) # or it would keep its GPU
+    end_with(options["parent"]) # or it would keep its GPU
     try:
         if options["what"] == "time":
             return time_jobs(options, folder, deadline)
@@ -317,7 +317,7 @@ def start_worker(
 ):
     "A process that works on the queue."
     on_gpu = device != "cpu"
-    options = options | {"device": "cuda" if on_gpu else "cpu"}
+    options = options | {"device": "cuda" if on_gpu else "cpu", "parent": os.getpid()}
     env = {"CUDA_VISIBLE_DEVICES": device} if on_gpu else {"OMP_NUM_THREADS": "1"}
     env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_AUTOTUNING": "1"}
     command = [sys.executable, "-c", WORKER, json.dumps(to_plain(options))]

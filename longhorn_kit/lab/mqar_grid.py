@@ -411,11 +411,11 @@ def grid_from(
     return Grid(**values | tuples | {"stages": stages})
 
 def worker(
-    arguments: str, # JSON: grid, folder, device, lanes, minutes
+    arguments: str, # JSON: grid, folder, device, lanes, minutes, parent
 ):
     "What a process of its own does."
     options = json.loads(arguments)
-    end_with(os.getppid()) # or it would keep its GPU
+    end_with(options.pop("parent")) # or it would keep its GPU
     torch.set_num_threads(1)
     work(grid_from(options.pop("grid")), **options)
 
@@ -434,7 +434,7 @@ def start_workers(
     for device in devices:
         on_gpu = device != "cpu"
         options = {"grid": to_plain(asdict(grid)), "folder": str(folder), "lanes": lanes,
-                   "device": "cuda" if on_gpu else "cpu", "minutes": minutes}
+                   "device": "cuda" if on_gpu else "cpu", "minutes": minutes, "parent": os.getpid()}
         gpu = {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_MAX_CONNECTIONS": "32"} # a queue for each lane
         env = os.environ | (gpu if on_gpu else {"OMP_NUM_THREADS": "1"})
         begin.append(subprocess.Popen([sys.executable, "-c", WORKER, json.dumps(options)], env=env))
