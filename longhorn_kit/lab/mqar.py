@@ -177,7 +177,7 @@ def bag_of_tokens(
     smallest = tokens.masked_fill(~is_value, vocab).min(1, keepdim=True).values
     return smallest.expand_as(where)
 
-# %% ../../nbs/lab/33_mqar.ipynb #new77521625
+# %% ../../nbs/lab/33_mqar.ipynb #33_mqar-028b
 @cache
 def place_guess(
     task: Task,

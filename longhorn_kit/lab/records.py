@@ -88,7 +88,7 @@ def publish_folder(
     os.replace(partial, path)
     shutil.rmtree(old, ignore_errors=True)
 
-# %% ../../nbs/lab/29_records.ipynb #b68a21ce
+# %% ../../nbs/lab/29_records.ipynb #29_records-015c
 def check_ranges(
     settings, # object with these attributes
     **ranges, # attribute=(lowest, highest)
