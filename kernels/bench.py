@@ -72,6 +72,8 @@ def parse(argv):
             setattr(args, name, getattr(args, name) or default)
         if args.dtype:
             parser.error("--dtype is for a GPU: the CPU side times float32")
+        if args.plot:
+            parser.error("--plot is for a GPU's record")
         if not set(args.form) <= set(FORMS[:2]):
             parser.error(f"on a CPU --form is of {', '.join(FORMS[:2])}")
     return args
@@ -131,9 +133,10 @@ def main(argv=None):
     name = f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
     if args.plot:
         from longhorn_kit.scan.speed import draw_record
+        picture = args.plot / name.replace(".json", ".png")
         args.plot.mkdir(parents=True, exist_ok=True)
-        draw_record(record).savefig(args.plot / name.replace(".json", ".png"), dpi=150)
-        print(f"drawn: {args.plot / name.replace('.json', '.png')}")
+        draw_record(record).savefig(picture, dpi=150)
+        print(f"drawn: {picture}")
     if record["rows"]:
         write(destination(args, name, record["wrong"], record["left_out"]), one_row_a_line(record))
     return 1 if record["wrong"] else 0

@@ -244,21 +244,14 @@ def load_writer(
     tokenizer: str | None, # its name; None: that of the training
 ):
     "A model and its tokenizer; ValueError or OSError in one line."
-    from longhorn_kit.lab.data import get_tokenizer
-    from longhorn_kit.lab.language import check_finite, check_vocabulary, trained_tokenizer
-    from longhorn_kit.models import SequenceLM
-    if '"model_type"' in (folder / "config.json").read_text(errors="replace"): # of transformers
-        from longhorn_kit.lab.evaluation import load_pair
-        from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
-        model, words = load_pair(folder, tokenizer)
-        if not isinstance(model, LonghornForCausalLM):
-            raise ValueError(f"{folder} holds a {model.config.model_type} model, which is not one of the kit's")
-        return from_transformers(model).eval(), words
-    model = SequenceLM.from_pretrained(folder)
-    check_finite(model, folder)
-    words = get_tokenizer(tokenizer or trained_tokenizer(folder, model.config.vocab_size))
-    check_vocabulary(words.vocab_size, model.config.vocab_size)
-    return model, words
+    from longhorn_kit.lab.evaluation import load_own, load_pair
+    if '"model_type"' not in (folder / "config.json").read_text(errors="replace"):
+        return load_own(folder, tokenizer)
+    from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
+    model, words = load_pair(folder, tokenizer)
+    if not isinstance(model, LonghornForCausalLM):
+        raise ValueError(f"{folder} holds a {model.config.model_type} model, which is not one of the kit's")
+    return from_transformers(model).eval(), words
 
 def generate_from(
     o,            # a Generate

@@ -22,6 +22,18 @@ def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
     return dq, dk, dx, db, dbias.sum(0), dskip.sum(0), dz, None, dinitial
 
 
+@pytest.fixture(autouse=True)
+def collected_in_pytorch(monkeypatch):
+    for module in (triton_diagonal, triton_exact):
+        monkeypatch.setattr(module, "_collect", collect)
+
+
+def kernels(form):
+    "Plan, forward and backward."
+    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
+    return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+
+
 def errors(form, B, T, D, N, bounds=None, dtype=BF16, **plan):
     gen = torch.Generator().manual_seed(0)
     new = lambda *s, like=FP32: torch.randn(*s, generator=gen).to(like)
@@ -36,8 +48,7 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, **plan):
     right, last = torch.cat([d[0] for d in done], 1), torch.cat([d[1] for d in done])
     grads = torch.autograd.grad((right * dout).sum() + (last * dfinal).sum(), list(r.values()))
 
-    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
-    make, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    make, forward, backward = kernels(form)
     packed, cu = (None, None) if bounds is None else (n, torch.tensor(bounds, dtype=torch.int32))
     inputs = [a[name] for name in ("q", "k", "x", "b", "b_bias", "D_skip", "z")]
     with gluon_on_cpu():
@@ -56,9 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("form, case", CASES, ids=[f"{form} {case}" for form, case in CASES])
-def test_fast_kernels_are_right(form, case, monkeypatch):
-    for module in (triton_diagonal, triton_exact):
-        monkeypatch.setattr(module, "_collect", collect)
+def test_fast_kernels_are_right(form, case):
     found = errors(form, **case)
     rounded = {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()      # stored in bfloat16
     bad = {name: e for name, e in found.items() if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)}
@@ -66,13 +75,10 @@ def test_fast_kernels_are_right(form, case, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["exact", "diagonal"])
-def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form, monkeypatch):
-    for module in (triton_diagonal, triton_exact):
-        monkeypatch.setattr(module, "_collect", collect)
+def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     gen = torch.Generator().manual_seed(0)
     new = lambda *s: torch.randn(*s, generator=gen).bfloat16()
-    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
-    make, forward, backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    make, forward, backward = kernels(form)
     q, k, x, b, z, dout = new(1, 20, 16), new(1, 20, 16) / 2, new(1, 20, 40), new(1, 20, 40), new(1, 20, 40), new(1, 20, 40)
     b[0, 5, 3] = float("nan")
     inputs = (q, k, x, b, None, None, z)

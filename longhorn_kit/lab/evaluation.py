@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['END', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS', 'harness', 'byte_characters', 'last_pair', 'vocabulary',
-           'hf_tokenizer', 'load_pair', 'matching', 'quiet', 'harness_model', 'manager_for', 'UnknownTask',
+           'hf_tokenizer', 'load_own', 'load_pair', 'matching', 'quiet', 'harness_model', 'manager_for', 'UnknownTask',
            'unknown_task', 'passage_prompt', 'contains_any', 'passage_task', 'expand_tasks', 'find_tasks', 'first_line',
            'doubled', 'read_twice', 'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'score_table', 'recall_means',
            'table_text', 'export_checkpoint']
@@ -97,6 +97,17 @@ def hf_tokenizer(
                                    model_max_length=context, clean_up_tokenization_spaces=False)
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-015
+def load_own(
+    folder: str | Path,            # of a model
+    tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: what the folder says
+) -> tuple: # model and tokenizer of the kit
+    "A checkpoint and the tokenizer that it goes with; ValueError or OSError in one line."
+    model = SequenceLM.from_pretrained(folder)
+    check_finite(model, folder)
+    words = get_tokenizer(tokenizer or trained_tokenizer(folder, model.config.vocab_size))
+    check_vocabulary(words.vocab_size, model.config.vocab_size)
+    return model, words
+
 def load_pair(
     folder: str | Path,            # of a model
     tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: what the folder says
@@ -107,10 +118,8 @@ def load_pair(
     from longhorn_kit.models.transformers import to_transformers
     folder = Path(folder)
     if "model_type" not in read_json(folder / "config.json"):
-        model = SequenceLM.from_pretrained(folder)
-        check_finite(model, folder)
-        name = tokenizer or trained_tokenizer(folder, model.config.vocab_size)
-        return to_transformers(model).eval(), matching(hf_tokenizer(get_tokenizer(name), context), model.config)
+        model, words = load_own(folder, tokenizer)
+        return to_transformers(model).eval(), hf_tokenizer(words, context)
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     check_finite(model, folder)

@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 'ORDER', 'PAPER', 'KINDS', 'in_order',
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
-           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'made_on',
-           'train_jobs', 'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for',
-           'record_of', 'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired',
-           'spread', 'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables',
-           'loss_table', 'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time',
-           'seconds_of', 'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table',
-           'draw_throughput']
+           'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
+           'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for', 'record_of',
+           'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired', 'spread',
+           'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table',
+           'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time', 'seconds_of',
+           'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table', 'draw_throughput']
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-003
 import gc
@@ -35,9 +34,9 @@ from .data import Corpus, file_documents, matching_files, prepare
 from .language import (
     LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, save_lm)
 from .mqar_grid import (
-    Results, Turns, busy, device_name, gpu_load, key_of, machine_of, visible_gpus)
+    Results, Turns, busy, gpu_load, key_of, machine_of, made_on, visible_gpus)
 from .records import (
-    append_jsonl, command_line, commit_of_kit, end_with, progress, read_json, read_jsonl, to_plain, write_json)
+    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
 from ..models.lm import count_parameters
@@ -281,12 +280,6 @@ def worker(
         train_jobs(options, folder, deadline)
     except KeyboardInterrupt as stopped: # training says after which step
         print(stopped, file=sys.stderr, flush=True)
-
-def made_on(
-    device: str, # "cpu" or "cuda"
-) -> dict:
-    "What every result says of where it comes from: the GPU and the version of the kit."
-    return {"device": device_name(device), "commit": commit_of_kit()}
 
 def train_jobs(
     options: dict, # of a worker

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MODELS', 'IDLE', 'WAIT', 'WORKER', 'EVERY', 'LAPTOP', 'SIZES', 'MORE', 'STATES', 'GPU', 'PAPER', 'SETTINGS', 'SCALES',
            'NAMES', 'TESTS', 'Stage', 'Grid', 'cells', 'first_run', 'has_state', 'check_grid', 'key_of', 'Results',
-           'late_accuracy', 'lrs_to_try', 'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte', 'next_run',
-           'others_at_work', 'graphed', 'one_run', 'lane', 'note_failure', 'device_name', 'rounded', 'drive', 'work',
-           'grid_from', 'worker', 'start_workers', 'gpu_load', 'watch', 'best_of_cell', 'cell_summary', 'thin', 'busy',
-           'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'finished_record', 'left_over', 'name_of',
+           'late_accuracy', 'lrs_to_try', 'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte', 'open_runs',
+           'next_run', 'others_at_work', 'graphed', 'one_run', 'lane', 'note_failure', 'made_on', 'rounded', 'drive',
+           'work', 'grid_from', 'worker', 'start_workers', 'gpu_load', 'watch', 'best_of_cell', 'cell_summary', 'thin',
+           'busy', 'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'finished_record', 'name_of',
            'chosen', 'sizes_in', 'main_place', 'draw_widths', 'draw_states', 'learnt', 'draw_beyond', 'draw_longest',
            'rewritten_answers', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures', 'tables']
 
@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean, median
 
@@ -234,19 +235,26 @@ def lock_byte(
         return False
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-018
+def open_runs(
+    grid: Grid,
+    results: Results,
+):
+    "Yield the runs that are not done and could be made now, the most important first."
+    for first, lrs in agenda(grid):
+        yield from missing(first, lrs, grid, results.refresh())
+
 def next_run(
     grid: Grid,
     results: Results,
     turns: Turns,
 ) -> Run | None:
     "The most important run that is not done and not under way; None if there is none now."
-    for first, lrs in agenda(grid):
-        for run in missing(first, lrs, grid, results.refresh()):
-            key = key_of(run.settings())
-            if key not in turns.refused and turns.take(key):
-                if not results.refresh().of(run): # finished by another process just now?
-                    return run
-                turns.give(key)
+    for run in open_runs(grid, results):
+        key = key_of(run.settings())
+        if key not in turns.refused and turns.take(key):
+            if not results.refresh().of(run): # finished by another process just now?
+                return run
+            turns.give(key)
     return None
 
 def others_at_work(
@@ -255,8 +263,7 @@ def others_at_work(
     turns: Turns,
 ) -> bool:
     "Whether runs are under way, here or in other processes, whose end may make others possible."
-    return any(key_of(run.settings()) not in turns.refused
-               for first, lrs in agenda(grid) for run in missing(first, lrs, grid, results.refresh()))
+    return any(key_of(run.settings()) not in turns.refused for run in open_runs(grid, results))
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-021
 def graphed(
@@ -311,7 +318,7 @@ def lane(
     say,             # called with each finished result
 ):
     "Take one run after another until all are done; a generator that yields where it would wait, and IDLE without a run."
-    failed, made = 0, {"device": device_name(device), "commit": commit_of_kit()}
+    failed, made = 0, made_on(device)
     while time.monotonic() < deadline and failed < 3:
         if time.monotonic() < turns.ask_again:
             yield IDLE
@@ -346,11 +353,12 @@ def note_failure(
     append_jsonl(Path(folder) / "failed.jsonl", {"settings": run.settings(), "error": text})
     print(f"{run.mixer} at {run.task.length}/{run.task.pairs}, d_model {run.d_model}: {text}", file=sys.stderr)
 
-def device_name(
+@cache # a process has many lanes, and git is asked
+def made_on(
     device: str, # "cpu" or "cuda"
-) -> str:
-    "The name of what the run ran on."
-    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+) -> dict:
+    "What every result says of where it comes from: the GPU and the version of the kit."
+    return {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "commit": commit_of_kit()}
 
 def rounded(
     value,
@@ -641,19 +649,11 @@ def finished_record(
     record = record_of(scale, grid, folder)
     spent = read_json(folder / "partial.json")["seconds"] if (folder / "partial.json").exists() else 0
     record["seconds"] = round(max(spent + seconds, record["results"]["run_seconds"] / at_once), 1)
-    left = left_over(grid, folder)
+    left = {key_of(run.settings()) for run in open_runs(grid, Results(folder))}
     if left:
         failed = {key_of(row["settings"]) for row in read_jsonl(folder / "failed.jsonl")} & left
         print(f"mqar: {len(failed)} runs failed (failed.jsonl), {len(left)} missing; the same command goes on", file=sys.stderr)
     return read_json(write_json(folder / ("partial.json" if left else "record.json"), record))
-
-def left_over(
-    grid: Grid,
-    folder: Path,
-) -> set: # keys
-    "The runs that could be run now."
-    results = Results(folder).refresh()
-    return {key_of(run.settings()) for first, lrs in agenda(grid) for run in missing(first, lrs, grid, results)}
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-041
 NAMES = claims.NAMES

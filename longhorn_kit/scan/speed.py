@@ -174,10 +174,12 @@ def draw_record(
     fig, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     rows = [row for row in plain_rows(record) if row.get("section") in (None, "main") and row.get("backward_ms")]
     shape = tuple(rows[0][n] for n in "BTD") if rows else (8, 2048, 2048)
-    scans = [(form if row["kernels"] == form else f"{'S6' if form == 's6' else form}, portable", form,
-              16 if row["kernels"] == "exact" else 0, COLORS[OF_FORM[form]], "-" if row["kernels"] == form else "--",
-              (row["forward_ms"], row["backward_ms"]))
-             for row in rows if tuple(row[n] for n in "BTD") == shape for form in [row["form"]]]
+    scans = []
+    for row in plain_rows({"rows": rows}, **dict(zip("BTD", shape))):
+        form, fast = row["form"], row["kernels"] == row["form"]
+        name = form if fast else f"{'S6' if form == 's6' else form}, portable"
+        scans.append((name, form, 16 if fast and form == "exact" else 0, COLORS[OF_FORM[form]], "-" if fast else "--",
+                      (row["forward_ms"], row["backward_ms"])))
     draw_roofline(axes[0, 0], record, shape, scans)
     axes[0, 0].set_title(f"B={shape[0]} T={shape[1]} D={shape[2]}", fontsize=9)
     for ax, axis in zip(axes.flat[1:], "TBN"):
