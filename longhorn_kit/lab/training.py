@@ -184,8 +184,8 @@ def softmax_gap(
     log_p, known = torch.log_softmax(logits.to(wide), -1), (targets >= 0)[:, None]
     place = targets.clamp(min=0)[:, None]
     loss = -(log_p.gather(1, place) * known).sum()
-    gap = log_p.exp().scatter_add(1, place, -torch.ones_like(known, dtype=wide)) * known
-    return loss, gap.to(logits.dtype)
+    hit = torch.arange(logits.shape[1], device=logits.device) == place # a comparison fuses, a scatter would not
+    return loss, ((log_p.exp() - hit.to(wide)) * known).to(logits.dtype)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-027
 class SlicedLoss(torch.autograd.Function):
