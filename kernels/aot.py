@@ -247,7 +247,8 @@ def cases(what):
             yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
             yield f"fast {form} narrow", fast_launches(form, D=24)
             yield f"fast {form} D=2044", fast_launches(form, D=2044)                   # copies of 8 bytes
-            yield f"fast {form} D=2046", fast_launches(form, D=2046)                   # and of 4
+            yield f"fast {form} D=2046", fast_launches(form, D=2046)                   # of 4
+            yield f"fast {form} D=2047", fast_launches(form, D=2047)                   # and of single elements, by registers
             yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
         yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
         yield "fast diagonal N=128", fast_launches("diagonal", N=128)

@@ -68,6 +68,7 @@ def cases():
         yield Case("ragged", "S1, T=2041", B, 2041, D, form=form)
         yield Case("ragged", "S1, D=2040", B, T, 2040, form=form)
         yield Case("ragged", "S1, D=2044", B, T, 2044, form=form)
+        yield Case("ragged", "S1, D=2047", B, T, 2047, form=form)
         yield Case("packed", "S1 packed", 1, B * T, D, form=form, packed=(1, 5000, 37, 3000, 2048, 6298))
         for name, shape in SHAPES.items():
             yield Case("memory", name, *shape, form=form, checkpoint="small")

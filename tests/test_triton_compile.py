@@ -29,6 +29,9 @@ BOUNDS = {
     "_adjoint_kernel": {16: (240, 48, 3), 64: (255, 1008, 9), 128: (255, 96, 9)},
     "_scan_bwd_kernel": {16: (255, 500, 3), 64: (255, 512, 9), 128: (255, 240, 17)},
 }
+ODD = {   # an odd width: elements go through registers
+    "_diagonal_adjoint_kernel": (144, 0, 4), "_diagonal_bwd_kernel": (255, 80, 24),
+    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 560, 46)}
 AMD = {"_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
 
@@ -50,7 +53,8 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        bound = AMD.get(row["kernel"], (32, 0, 1)) if amd else BOUNDS[row["kernel"]][states]
+        usual = AMD.get(row["kernel"], (32, 0, 1)) if amd else BOUNDS[row["kernel"]][states]
+        bound = ODD.get(row["kernel"], usual) if row["case"].endswith("D=2047") else usual
         assert all(map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)), (row, bound)
         assert row["unwaited"] == 0 and row["narrow"] == 0, row
 
@@ -115,16 +119,15 @@ from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
 logging.basicConfig()
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
 half = new(16, torch.float16)
-for form, k, x, every in (("diagonal", new(16), new(7), 0), ("exact", new(65), new(8), 0), ("exact", half, new(8), 0),
-                          ("diagonal", new(16), new(8), 4), ("diagonal", half, new(8), 8), ("exact", new(64), new(8), 16)):
-    why = _not_taken(form, k, k, x, every)
+for form, k, every in (("exact", new(65), 0), ("exact", half, 0), ("diagonal", new(16), 4), ("diagonal", half, 8), ("exact", new(64), 16)):
+    why = _not_taken(form, k, k, every)
     print(why)
     if why:
         _portable_instead(why), _portable_instead(why)
 """)
-    odd, many, half, spacing, *taken = out.splitlines()
-    assert "D = 7" in odd and "N = 65" in many and "torch.float16" in half and "not every 4" in spacing and taken == ["None", "None"]
-    assert len(log.splitlines()) == 4
+    many, half, spacing, *taken = out.splitlines()
+    assert "N = 65" in many and "torch.float16" in half and "not every 4" in spacing and taken == ["None", "None"]
+    assert len(log.splitlines()) == 3
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():

@@ -181,7 +181,7 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shape", ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))
+@pytest.mark.parametrize("shape", ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16)))
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)

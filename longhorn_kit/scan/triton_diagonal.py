@@ -68,9 +68,11 @@ def _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC: gl.constexpr, ONE_STRIDE: gl.con
 
 
 @gluon.jit
-def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr):
-    # Asynchronous copy to shared memory; what the mask leaves out becomes zero.
-    if RAGGED:
+def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 8):
+    # Asynchronous copy to shared memory; what the mask leaves out becomes zero. Single elements are too small for one.
+    if VEC == 1:
+        shared.store(_load(ptr, offsets, mask, RAGGED))
+    elif RAGGED:
         async_copy.async_copy_global_to_shared(shared, ptr + offsets, mask=mask)
     else:
         async_copy.async_copy_global_to_shared(shared, ptr + offsets)
@@ -605,11 +607,11 @@ def _diagonal_bwd_kernel(
     c64 = c0.to(gl.int64) * C
     mT = _mask(tC < left - c0 * C, mC, RAGGED_T, RAGGED_D)
     mK = (tK < left - c0 * C)
-    _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-    _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+    _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
+    _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
     if HAS_Z:
-        _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
-    _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+        _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
+    _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
     _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
     _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
     _copy(here, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
@@ -648,11 +650,11 @@ def _diagonal_bwd_kernel(
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
         mK = (tK < left - cn * C)
-        _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
+        _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
         if HAS_Z:
-            _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
-        _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+            _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
+        _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
         _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
         _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
         if OWN:
@@ -758,14 +760,14 @@ def _own_buffers(NP):
                          or torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor >= two)
 
 
-def diagonal_takes(D: int, N: int) -> bool:
-    "Whether the fast diagonal kernels take this width and state size; the others go to the portable kernels."
-    return D % 2 == 0 and (N <= 64 or N <= _largest_state())
+def diagonal_takes(N: int) -> bool:
+    "Whether the fast diagonal kernels take states of this size; the others go to the portable kernels."
+    return N <= 64 or N <= _largest_state()
 
 
 def _vector(D):
-    # Elements of a row that one copy may take: rows are a multiple of these apart. Asynchronous copies take 4 bytes at least.
-    return 8 if D % 8 == 0 else 4 if D % 4 == 0 else 2
+    # Elements of a row that one copy may take: rows are a multiple of these apart.
+    return next(vec for vec in (8, 4, 2, 1) if D % vec == 0)
 
 
 def _aligned(t, vec):

@@ -194,10 +194,10 @@ def _exact_fwd_kernel(
         c64 = c.to(gl.int64) * C
         mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
         if READ:
             _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
@@ -282,10 +282,10 @@ def _exact_fwd_kernel(
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < length - cn * C, mC, RAGGED_T, NARROW)
         mK = tK < length - cn * C
-        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or NARROW)
-        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or NARROW)
+        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
+        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
         if HAS_Z:
-            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or NARROW)
+            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
         _copy(rk.index(here), k + c64 * N, oK, mK, RAGGED_T)
         if READ:
             _copy(rq.index(here), q + c64 * N, oK, mK, RAGGED_T)
@@ -431,11 +431,11 @@ def _exact_bwd_block(
         c64 = c.to(gl.int64) * C
         mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
-        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
+        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
         _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
@@ -449,11 +449,11 @@ def _exact_bwd_block(
         cn = gl.maximum(c - (NS - 1), 0)
         sn = (i_ + NS - 1) % NS
         c64 = cn.to(gl.int64) * C
-        _copy(rx.index(sn), x + c64 * sx, oX, mC, RAGGED_D)
-        _copy(rb.index(sn), b + c64 * sb, oB, mC, RAGGED_D)
+        _copy(rx.index(sn), x + c64 * sx, oX, mC, RAGGED_D, VEC)
+        _copy(rb.index(sn), b + c64 * sb, oB, mC, RAGGED_D, VEC)
         if HAS_Z:
-            _copy(rz.index(sn), z + c64 * sz, oZ, mC, RAGGED_D)
-        _copy(rg.index(sn), g + c64 * sg, oG, mC, RAGGED_D)
+            _copy(rz.index(sn), z + c64 * sz, oZ, mC, RAGGED_D, VEC)
+        _copy(rg.index(sn), g + c64 * sg, oG, mC, RAGGED_D, VEC)
         _copy(rk.index(sn), k + c64 * N, oK, mC, False)
         _copy(rq.index(sn), q + c64 * N, oK, mC, False)
         _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
@@ -688,9 +688,9 @@ def _ring(
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
-def exact_takes(D: int, N: int, k: torch.dtype, q: torch.dtype) -> bool:
+def exact_takes(N: int, k: torch.dtype, q: torch.dtype) -> bool:
     "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."
-    return D % 2 == 0 and N <= 64 and k == q == torch.bfloat16
+    return N <= 64 and k == q == torch.bfloat16
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
 def exact_forward(

@@ -125,23 +125,22 @@ def _disagreement(device):
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-014
 OWN_SPACING = {"diagonal": 8, "exact": 16}   # steps between the checkpoints of the fast kernels
 
-def _not_taken(form, q, k, x, checkpoint_every):
+def _not_taken(form, q, k, checkpoint_every):
     # Why the fast kernels of a form do not take these, or None.
-    D, N, own = x.shape[2], k.shape[2], OWN_SPACING[form]
+    N, own = k.shape[2], OWN_SPACING[form]
     if checkpoint_every % own:
         return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
-    if form == "diagonal" and not diagonal_takes(D, N):
-        return f"the diagonal ones take an even D, and N up to 64 (128 where shared memory allows); got D = {D}, N = {N}"
-    if form == "exact" and not exact_takes(D, N, k.dtype, q.dtype):
-        return ("the exact ones take an even D, N up to 64, and keys and queries in bfloat16; "
-                f"got D = {D}, N = {N}, {k.dtype}, {q.dtype}")
+    if form == "diagonal" and not diagonal_takes(N):
+        return f"the diagonal ones take N up to 64 (128 where shared memory allows); got N = {N}"
+    if form == "exact" and not exact_takes(N, k.dtype, q.dtype):
+        return f"the exact ones take N up to 64, and keys and queries in bfloat16; got N = {N}, {k.dtype}, {q.dtype}"
 
 
 def scan_path(form, q, k, x, checkpoint_every=0):
     "The kernels that a scan of these tensors runs on: \"diagonal\" or \"exact\" (fast), or \"portable\"."
     if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
         return "portable"
-    why = _not_taken(form, q, k, x, checkpoint_every)
+    why = _not_taken(form, q, k, checkpoint_every)
     if why:
         _portable_instead(why)
     return "portable" if why else form
