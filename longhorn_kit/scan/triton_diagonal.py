@@ -69,7 +69,7 @@ def _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC: gl.constexpr, ONE_STRIDE: gl.con
 
 @gluon.jit
 def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 8):
-    # Asynchronous copy to shared memory; what the mask leaves out becomes zero. Single elements are too small for one.
+    # Asynchronous copy to shared memory; what the mask leaves out becomes zero. Single elements may be too small for one.
     if VEC == 1:
         shared.store(_load(ptr, offsets, mask, RAGGED))
     elif RAGGED:
