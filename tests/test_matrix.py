@@ -189,41 +189,64 @@ def test_the_kernels_take_the_arguments_in_this_order():
         assert {"scale", "initial_state", "output_final_state"} <= set(names), name
 
 
+ROUTES = {  # decay, delta rule: the function for it, and the one where gradients of one decay a head are wrong
+    ("none", False): ("chunk_simple_gla", "chunk_simple_gla"), ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
+    ("head", False): ("chunk_simple_gla", "chunk_gla"), ("head", True): ("chunk_gated_delta_rule", "chunk_kda"),
+    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda"),
+}
+
+
+def gpu(monkeypatch, triton, capability):
+    monkeypatch.setattr(matrix, "TRITON", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+
+
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
-def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus):
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus, wrong):
     "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
-    def kernel(order):
+    gpu(monkeypatch, (3, 6, 0) if wrong else (3, 7, 1), 9)
+    called = []
+    def kernel(name, order):
         def run(q, k, v, *rates, scale, initial_state, output_final_state):
+            called.append(name)
+            assert all(t.is_contiguous() for t in (q, k, v, *rates, initial_state)) and scale == 1.0 and output_final_state
+            if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
+                assert rates[0].shape == k.shape
             words = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")
             rates = {words[word]: rate for word, rate in zip(order.split()[3:], rates)}
-            assert all(t.is_contiguous() for t in (q, k, v, initial_state)) and scale == 1.0 and output_final_state
             y, S = matrix_scan(q, k, v, **rates, initial_state=initial_state.mT, output_final_state=True, backend="reference")
             return y, S.mT
         return run
-    ops = SimpleNamespace(**{name: kernel(order) for name, (_, order) in SIGNATURES.items()})
+    ops = SimpleNamespace(**{name: kernel(name, order) for name, (_, order) in SIGNATURES.items()})
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    monkeypatch.setattr(matrix, "pick_matrix_backend", lambda backend, *tensors: backend)
     t = draw(decay, delta, bonus)
-    y, S = matrix_scan(**t, output_final_state=True, backend="reference")
-    if decay == "head":
-        t["log_decay"] = t["log_decay"][..., None]
-    ours = fla_matrix_scan(**t)
-    if decay == "head" and bonus:
-        assert matrix.fla_kernel(t["k"], t["log_decay"], None, t["bonus"])[1][0].shape == t["k"].shape
-    torch.testing.assert_close(ours[0], y)
-    torch.testing.assert_close(ours[1], S)
+    for ours, expected in zip(with_gradients(t, "fla"), with_gradients(t, "reference"), strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
-def test_the_kernels_agree_on_a_gpu(decay, delta, bonus):
-    t = {name: tensor.cuda() for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=64, P=64, strongest=1.0).items()}
+def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
+    t = {name: tensor.cuda() for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=N, P=P, strongest=1.0).items()}
     low = {name: tensor.bfloat16() if name in ("q", "k", "x", "beta") else tensor.float() for name, tensor in t.items()}
-    if obstacle := matrix.fla_obstacle(low["q"], low["x"], low.get("beta"), low.get("log_decay")):
+    if obstacle := matrix.fla_obstacle(low["q"], low["x"], low.get("beta")):
         pytest.skip(obstacle)
     same = {name: tensor.double() for name, tensor in low.items()}
     for a, b in zip(with_gradients(low, "fla"), with_gradients(same, "chunked")):
         assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("delta, bonus", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("N, P", [(64, 64), (96, 192)])
+def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus, N, P):
+    "On every GPU, so also where the functions for one decay a head would be right."
+    monkeypatch.setattr(matrix, "one_a_head_fails", lambda: True)
+    test_the_kernels_agree_on_a_gpu("head", delta, bonus, N, P)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -252,10 +275,18 @@ def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     assert "delta rule takes bfloat16" in matrix.fla_obstacle(q, x(torch.float32), 1)
     assert matrix.fla_obstacle(q, x(torch.bfloat16), 1) is None
     assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == "fla"
-    for version, capability, backend in (((3, 6, 0), 9, "chunked"), ((3, 7, 1), 9, "fla"), ((3, 6, 0), 8, "fla")):
-        monkeypatch.setattr(matrix, "TRITON", version)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-        assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), log_decay=torch.zeros(1, 1, 1)) == backend
-        assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), log_decay=torch.zeros(1, 1, 1, 64)) == "fla"
     assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
     assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"
+
+
+@pytest.mark.parametrize("beta, bonus, name", [(None, None, "chunk_gla"), (1, None, "chunk_kda"), (None, 1, "chunk_rwkv6")])
+def test_one_decay_a_head_stays_in_chunks_only_where_it_is_wrong_and_nothing_else_takes_it(monkeypatch, beta, bonus, name):
+    q, x = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64)), SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(matrix, "fla_trouble", lambda: None)
+    pick = lambda keys: matrix.pick_matrix_backend("auto", q, x, beta, torch.zeros(1, 1, 1, keys), bonus)
+    for version, capability, wrong in (((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)):
+        gpu(monkeypatch, version, capability)
+        assert pick(1) == pick(64) == "fla"
+        with monkeypatch.context() as without:
+            without.setattr(matrix, "SPREAD", tuple(other for other in matrix.SPREAD if other != name))
+            assert (pick(1), pick(64)) == ("chunked" if wrong else "fla", "fla")
