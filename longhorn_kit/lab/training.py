@@ -185,7 +185,7 @@ def softmax_gap(
     place = targets.clamp(min=0)[:, None]
     loss = -(log_p.gather(1, place) * known).sum()
     hit = torch.arange(logits.shape[1], device=logits.device) == place # a comparison fuses, a scatter would not
-    return loss, ((log_p.exp() - hit.to(wide)) * known).to(logits.dtype)
+    return loss, log_p.exp_().add_(hit, alpha=-1).mul_(known).to(logits.dtype)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-027
 class SlicedLoss(torch.autograd.Function):
