@@ -127,7 +127,7 @@ class Trace(Ledger, TorchDispatchMode):
         self.add("pointwise", name, inputs, made, (), sum(map(held_bytes, moved)), like_of(name, inputs, made))
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-014
-OWN = {"_log_softmax": "log_softmax", "cat": "join", "stack": "join", "scatter_add": ""} # kernels of their own
+OWN = {"_log_softmax": "log_softmax", "cat": "join", "stack": "join"} # kernels of their own
 
 def spread(t):
     "Shape and strides, as far as they matter."
@@ -241,13 +241,10 @@ def mark_graphs(model, trace):
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-021
 def compiled_gap(trace):
     "The loss of a slice as the compiled kernels compute it; see `softmax_gap` in the trainer."
-    def kernel(name, reads, shape, dtype):
-        made = torch.empty(shape, dtype=dtype)
-        trace.add("pointwise", name, reads, [made], (), sum(map(held_bytes, (*reads, made))))
-        return made
     def gap(logits, targets):
-        p = kernel("probabilities", [logits, logits, targets], logits.shape, torch.float32)
-        return p.new_empty(()), kernel("minus the targets", [p, targets], logits.shape, logits.dtype)
+        reads, made = [logits, logits, targets], torch.empty_like(logits)
+        trace.add("pointwise", "probabilities minus the targets", reads, [made], (), sum(map(held_bytes, (*reads, made))))
+        return made.new_empty((), dtype=torch.float32), made
     return gap
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-023
