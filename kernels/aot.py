@@ -10,6 +10,7 @@ TURNS are counted too: a scheduler issues at most one warp instruction a cycle, 
 """
 import argparse
 import collections
+import functools
 import importlib
 import json
 import os
@@ -35,6 +36,7 @@ TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_
          "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
+SELECTIVE = ("s6", "s6_timed", "decoupled")   # rules of one pair of fast kernels
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
 
 
@@ -200,11 +202,15 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 def fast_launches(form, packed=None, backward=True, **shape):
     "What a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
-    module = importlib.import_module(f"longhorn_kit.scan.triton_{form}")
-    plan, run_forward, run_backward = (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    name = "selective" if form in SELECTIVE else form
+    module = importlib.import_module(f"longhorn_kit.scan.triton_{name}")
+    plan, run_forward, run_backward = (getattr(module, f"{name}_{part}") for part in ("plan", "forward", "backward"))
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    a.pop("A")
+    if name == "selective":
+        plan = functools.partial(plan, form)
+    else:
+        a.pop("A")
 
     def launch():
         if not backward:
@@ -256,6 +262,13 @@ def cases(what):
         yield "fast exact N=32", fast_launches("exact", N=32)
         yield "fast exact N=32 D=2046", fast_launches("exact", D=2046, N=32)
         yield "fast exact N=64 few", fast_launches("exact", B=1, T=2041, D=520, N=64)
+        for form in SELECTIVE:
+            yield f"fast {form}", fast_launches(form)
+            yield f"fast {form} many", fast_launches(form, B=64, T=1024)               # without segments
+            yield f"fast {form} ragged", fast_launches(form, B=64, T=2001, D=2008)
+            yield f"fast {form} bare", fast_launches(form, B=64, z=False, state=False)
+            yield f"fast {form} N=32", fast_launches(form, B=64, N=32)
+            yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
         yield "fast exact states", fast_launches("exact", backward=False)
 
 

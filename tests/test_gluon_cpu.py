@@ -1,13 +1,15 @@
 """The fast kernels' own source on a CPU: outputs and gradients against float64, and what the interpreter of Gluon finds."""
+from functools import partial
+
 import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact
+from longhorn_kit.scan import triton_diagonal, triton_exact, triton_selective
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
-from longhorn_kit.scan.reference import reference_scan
+from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from scan_cases import error
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -16,45 +18,58 @@ PER_TOKEN = ("q", "k", "x", "b", "z")
 
 def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
     "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
-    dk, dq = dtok.sum(0).view(*k.shape[:2], 2, p.NP)[..., : p.N].unbind(2)
+    dk, dq, *dA_t = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
     if drate is not None:
         dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
-    return dq, dk, dx, db, dbias.sum(0), dskip.sum(0), dz, None, dinitial
+    dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)
+    return dq, dk, dx, db.sum(-1, keepdim=True) if scalar else db, dbias.sum(0), dskip.sum(0), dz, dA, dinitial
 
 
 @pytest.fixture(autouse=True)
 def collected_in_pytorch(monkeypatch):
-    for module in (triton_diagonal, triton_exact):
+    for module in (triton_diagonal, triton_exact, triton_selective):
         monkeypatch.setattr(module, "_collect", collect)
 
 
 def kernels(form):
     "Plan, forward and backward."
+    if form in ("s6", "s6_timed", "decoupled"):
+        return partial(triton_selective.selective_plan, form), triton_selective.selective_forward, triton_selective.selective_backward
     module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
     return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
 
 
-def errors(form, B, T, D, N, bounds=None, dtype=BF16, **plan):
+def right_scan(form, A, b, b_bias, **rest):
+    if A is None:
+        return reference_scan(form=form, b=b, b_bias=b_bias, **rest)
+    return reference_selective_scan(dt=b, dt_bias=b_bias, A=A, **rest)
+
+
+def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
     gen = torch.Generator().manual_seed(0)
     new = lambda *s, like=FP32: torch.randn(*s, generator=gen).to(like)
     n = B if bounds is None else len(bounds) - 1
-    a = dict(q=(new(B, T, N) / 2).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D, like=dtype), b=new(B, T, D, like=dtype),
-             b_bias=new(D), D_skip=new(D), z=new(B, T, D, like=dtype), initial_state=new(n, D, N))
+    a = dict(q=(new(B, T, N) / 2).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D, like=dtype),
+             b=new(B, T, 1 if scalar else D, like=dtype), b_bias=new(D), D_skip=new(D), z=new(B, T, D, like=dtype))
+    rates = dict(s6=(D, N), s6_timed=(B, T, N)).get(form)
+    a |= {} if rates is None else dict(A=-new(*rates).exp().to(FP32 if form == "s6" else dtype))
+    a |= dict(initial_state=new(n, D, N))
     dout, dfinal = new(B, T, D, like=dtype), new(n, D, N)
+    per_token = PER_TOKEN + ("A",) * (form == "s6_timed")
     r = {name: t.double().requires_grad_() for name, t in a.items()}
     parts = [(slice(None), 0, T)] if bounds is None else [(slice(i, i + 1), *ends) for i, ends in enumerate(zip(bounds, bounds[1:]))]
-    done = [reference_scan(form=form, **{name: t[:, lo:hi] if name in PER_TOKEN else t[which] if name == "initial_state" else t
-                                         for name, t in r.items()}) for which, lo, hi in parts]
+    done = [right_scan(form, **{"A": None} | {name: t[:, lo:hi] if name in per_token else t[which] if name == "initial_state" else t
+                                              for name, t in r.items()}) for which, lo, hi in parts]
     right, last = torch.cat([d[0] for d in done], 1), torch.cat([d[1] for d in done])
     grads = torch.autograd.grad((right * dout).sum() + (last * dfinal).sum(), list(r.values()))
 
     make, forward, backward = kernels(form)
     packed, cu = (None, None) if bounds is None else (n, torch.tensor(bounds, dtype=torch.int32))
-    inputs = [a[name] for name in ("q", "k", "x", "b", "b_bias", "D_skip", "z")]
+    inputs, rest = [a[name] for name in ("q", "k", "x", "b", "b_bias", "D_skip", "z")], dict(A=a["A"]) if "A" in a else {}
     with gluon_on_cpu():
-        out, final, kept = forward(make(B, T, D, N, packed, **plan), *inputs, a["initial_state"], cu)
-        found = backward(make(B, T, D, N, packed, "backward", **plan), dout, dfinal, kept, *inputs, cu)
-    pairs = zip(a, (*found[:7], found[8]), grads)
+        out, final, kept = forward(make(B, T, D, N, packed, **plan), *inputs, a["initial_state"], cu, **rest)
+        found = backward(make(B, T, D, N, packed, "backward", **plan), dout, dfinal, kept, *inputs, cu, **rest)
+    pairs = zip(a, (g for g in found if g is not None), grads)
     return dict(out=error(out, right), last=error(final, last), **{name: error(f, g) for name, f, g in pairs})
 
 
@@ -69,6 +84,10 @@ CASES = [
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]
+CASES += [(form, case) for form in ("s6", "s6_timed", "decoupled") for case in (
+    dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
+    dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
+    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))]
 
 
 @pytest.mark.parametrize("form, case", CASES, ids=[f"{form} {case}" for form, case in CASES])
@@ -79,17 +98,18 @@ def test_fast_kernels_are_right(form, case):
     assert not bad
 
 
-@pytest.mark.parametrize("form", ["exact", "diagonal"])
+@pytest.mark.parametrize("form", ["exact", "diagonal", "decoupled", "s6", "s6_timed"])
 def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     gen = torch.Generator().manual_seed(0)
     new = lambda *s: torch.randn(*s, generator=gen).bfloat16()
     make, forward, backward = kernels(form)
     q, k, x, b, z, dout = new(1, 20, 16), new(1, 20, 16) / 2, new(1, 20, 40), new(1, 20, 40), new(1, 20, 40), new(1, 20, 40)
     b[0, 5, 3] = float("nan")
-    inputs = (q, k, x, b, None, None, z)
+    inputs, sizes = (q, k, x, b, None, None, z), dict(s6=(40, 16), s6_timed=(1, 20, 16)).get(form)
+    rates = {} if sizes is None else dict(A=-new(*sizes).exp())
     with gluon_on_cpu():
-        out, final, kept = forward(make(1, 20, 40, 16), *inputs, None, None)
-        grads = backward(make(1, 20, 40, 16, None, "backward"), dout, None, kept, *inputs, None)
+        out, final, kept = forward(make(1, 20, 40, 16), *inputs, None, None, **rates)
+        grads = backward(make(1, 20, 40, 16, None, "backward"), dout, None, kept, *inputs, None, **rates)
     other = [d for d in range(40) if d != 3]
     assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads[3][0, 5, 3].isnan()
     assert not out[0, :, other].isnan().any() and not final[0, other].isnan().any()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel"}
+FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel",
+        "_selective_fwd_kernel", "_selective_adjoint_kernel", "_selective_bwd_kernel"}
 PORTABLE = {"_token_kernel", "_scan_fwd_kernel", "_carry_kernel", "_adjoint_kernel", "_scan_bwd_kernel", "_sum_kernel"}
 # (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
 # 255 registers: where a kernel takes all of them, its bound is the stack. Two programs of 110 KiB share a multiprocessor.
@@ -22,6 +23,9 @@ BOUNDS = {
     "_diagonal_bwd_kernel": {16: (255, 0, 24), 32: (255, 0, 36), 64: (255, 0, 110), 128: (255, 0, 117)},
     "_exact_fwd_kernel": {16: (255, 0, 52), 32: (255, 0, 29), 64: (248, 0, 37)},
     "_exact_bwd_kernel": {16: (255, 264, 46), 32: (255, 512, 46), 64: (255, 200, 36)},
+    "_selective_fwd_kernel": {16: (176, 24, 12), 32: (248, 24, 15), 64: (255, 48, 21)},
+    "_selective_adjoint_kernel": {16: (140, 0, 4)},
+    "_selective_bwd_kernel": {16: (255, 40, 25), 32: (255, 16, 41), 64: (255, 40, 110)},
     "_token_kernel": {16: (40, 0, 1), 64: (40, 0, 1), 128: (40, 0, 1)},
     "_carry_kernel": {16: (40, 0, 0), 64: (40, 0, 0), 128: (40, 0, 0)},
     "_sum_kernel": {16: (48, 0, 1), 32: (48, 0, 1), 64: (48, 0, 1), 128: (48, 0, 1)},
@@ -60,16 +64,19 @@ def assert_bounded(rows):
 
 
 def test_fast_kernels_compile_and_keep_what_is_no_number():
-    "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor."
+    "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor; softplus adds two terms, and one keeps it."
     targets = ["sm_80", "sm_90", "sm_100"]
-    rows = compiled("fast", targets, only="^fast (diagonal|exact)$")
+    rows = compiled("fast", targets, only="^fast (diagonal|exact|decoupled|s6|s6_timed)$")
     assert_bounded(rows)
     for target in targets:
         assert {r["kernel"] for r in rows if r["target"] == target} >= FAST
     for row in rows:
         keep, drop = row["nan"]
-        limited = row["kernel"] in ("_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel")
-        assert keep == drop > 0 if limited else keep == drop == 0, row
+        if "selective" in row["kernel"] and "s6" in row["case"]:
+            assert keep == 0 < drop, row
+        else:
+            limited = row["kernel"] in ("_diagonal_bwd_kernel", "_selective_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel")
+            assert keep == drop > 0 if limited else keep == drop == 0, row
 
 
 def test_portable_kernels_compile_and_keep_what_is_no_number():
@@ -119,15 +126,16 @@ from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
 logging.basicConfig()
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
 half = new(16, torch.float16)
-for form, k, every in (("exact", new(65), 0), ("exact", half, 0), ("diagonal", new(16), 4), ("diagonal", half, 8), ("exact", new(64), 16)):
+for form, k, every in (("exact", new(65), 0), ("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0),
+                       ("diagonal", half, 8), ("exact", new(64), 16), ("s6_timed", half, 8)):
     why = _not_taken(form, k, k, every)
     print(why)
     if why:
         _portable_instead(why), _portable_instead(why)
 """)
-    many, half, spacing, *taken = out.splitlines()
-    assert "N = 65" in many and "torch.float16" in half and "not every 4" in spacing and taken == ["None", "None"]
-    assert len(log.splitlines()) == 3
+    many, half, spacing, own, *taken = out.splitlines()
+    assert "N = 65" in many and "torch.float16" in half and "not every 4" in spacing and taken == ["None"] * 3
+    assert "s6 ones" in own and "N = 65" in own and len(log.splitlines()) == 4
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():

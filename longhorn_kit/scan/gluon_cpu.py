@@ -90,6 +90,8 @@ class Interpreter:
         v = args[0].float()
         if "rcp" in asm:
             return 1 / v
+        if "ex2" in asm:
+            return torch.exp2(v)
         return (v * v - args[1].float() if "minus" in asm else v * v).bfloat16()
 
     def _places(self, p, mask):

@@ -8,7 +8,7 @@ __all__ = ['DTYPES', 'MAX_STATE', 'FAST', 'KNOWN_TRITON', 'TRIAL', 'OWN_SPACING'
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-004
 import logging
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -25,6 +25,7 @@ if not _obstacle:
     try:
         from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan, diagonal_takes
         from longhorn_kit.scan.triton_exact import exact_backward, exact_forward, exact_plan, exact_takes
+        from longhorn_kit.scan.triton_selective import selective_backward, selective_forward, selective_plan, selective_takes
     except Exception as error:             # Gluon is experimental: another Triton may have moved any part of it
         _obstacle = f"with triton {triton.__version__} they cannot be imported ({type(error).__name__}: {error})"
 
@@ -96,14 +97,16 @@ def _trial(form, T, D, N, bounds, device):
     # Results and gradients of one case, by the fast kernels and by the portable ones.
     new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
+    rates = {"s6": (D, N), "s6_timed": (1, T, N)}.get(form)
+    A = {} if rates is None else dict(A=-new(*rates).exp())
     n = bias = skip = state = cu = None
     if bounds:
         n, bias, skip = len(bounds) - 1, new(D), new(D)
         state, cu = new(n, D, N).float(), torch.tensor(bounds, device=device)
     for path in (form, "portable"):
         plan, forward, backward = _path_kernels(path, form)
-        out, final, ckpt = forward(plan(1, T, D, N, n, "forward"), q, k, x, b, bias, skip, z, state, cu)
-        grads = backward(plan(1, T, D, N, n, "backward"), x, state, ckpt, q, k, x, b, bias, skip, z, cu)
+        out, final, ckpt = forward(plan(1, T, D, N, n, "forward"), q, k, x, b, bias, skip, z, state, cu, **A)
+        grads = backward(plan(1, T, D, N, n, "backward"), x, state, ckpt, q, k, x, b, bias, skip, z, cu, **A)
         yield [out, final, *(g for g in grads if g is not None)]
 
 
@@ -123,7 +126,8 @@ def _disagreement(device):
     return None
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-014
-OWN_SPACING = {"diagonal": 8, "exact": 16}   # steps between the checkpoints of the fast kernels
+# The forms that have fast kernels, and the steps between their checkpoints.
+OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_timed": 8}
 
 def _not_taken(form, q, k, checkpoint_every):
     # Why the fast kernels of a form do not take these, or None.
@@ -134,10 +138,12 @@ def _not_taken(form, q, k, checkpoint_every):
         return f"the diagonal ones take N up to 64 (128 where shared memory allows); got N = {N}"
     if form == "exact" and not exact_takes(N, k.dtype, q.dtype):
         return f"the exact ones take N up to 64, and keys and queries in bfloat16; got N = {N}, {k.dtype}, {q.dtype}"
+    if form not in ("diagonal", "exact") and not selective_takes(N):
+        return f"the {form} ones take N up to 64; got N = {N}"
 
 
 def scan_path(form, q, k, x, checkpoint_every=0):
-    "The kernels that a scan of these tensors runs on: \"diagonal\" or \"exact\" (fast), or \"portable\"."
+    "The kernels that a scan of these tensors runs on: its form's own (fast), by the form's name, or \"portable\"."
     if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
         return "portable"
     why = _not_taken(form, q, k, checkpoint_every)
@@ -147,11 +153,13 @@ def scan_path(form, q, k, x, checkpoint_every=0):
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-015
 def _path_kernels(path, form, checkpoint_every=0):
-    # (plan, forward, backward) with one signature: the portable ones also take A, after z.
+    # (plan, forward, backward) with one signature; those that know S6 also take A.
     if path == "diagonal":
         return diagonal_plan, diagonal_forward, diagonal_backward
     if path == "exact":
         return exact_plan, exact_forward, exact_backward
+    if path != "portable":
+        return partial(selective_plan, path), selective_forward, selective_backward
     plan = lambda *sizes: portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
     forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(p, q, k, x, b, bias, skip, z, A, *rest)
     backward = lambda p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None: portable_backward(
@@ -185,13 +193,14 @@ def _thin(path, L, ckpt, B):
     return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
 
 
-def _thicken(path, L, kept, k, x, b, b_bias, initial_state, cu_seqlens):
+def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
     # All checkpoints again, from those that `_thin` left.
     plan, forward, _ = _path_kernels(path, path)
     if L:                                              # each stretch a sequence that starts from a kept state
         k, x, b = (t.reshape(-1, L, t.shape[-1]) for t in (k, x, b))
+        A = A.reshape(-1, L, A.shape[-1]) if path == "s6_timed" else A
         initial_state = kept.transpose(1, 2)[..., : k.shape[-1]]
-    bare = dict(read=False) if path == "exact" else {}     # states only
+    bare = dict(read=False) if path == "exact" else {} if A is None else dict(A=A)     # states only
     return forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-023
@@ -211,7 +220,7 @@ def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_s
 def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels):
     path = scan_path(form, q, k, x, checkpoint_every)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
-    state = dict(portable=(plan.N, plan.D), diagonal=(plan.NP, plan.D), exact=(plan.D, plan.NP))[path]
+    state = dict(portable=(plan.N, plan.D), exact=(plan.D, plan.NP)).get(path, (plan.NP, plan.D))
     new = lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
     L = _stretch(path, k, x, cu_seqlens, checkpoint_every)
     chunks = plan.chunks if L is None else L and plan.rows // L
@@ -227,7 +236,7 @@ def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor,
     plan, _, backward = _path_kernels(path, form, checkpoint_every)
     L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     if L is not None:
-        ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, initial_state, cu_seqlens)
+        ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = backward(plan(*_sizes(k, x, cu_seqlens, "backward")), dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z,
                      cu_seqlens, **extra)
     return [x.new_empty(0) if g is None else g for g in grads]
