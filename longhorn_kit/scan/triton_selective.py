@@ -292,6 +292,7 @@ def _selective_adjoint_kernel(
     G = gl.zeros([N, BD], gl.float32, STATE)
     P = gl.full([N, BD], 1.0, gl.float32, STATE)
     rates = G
+    time = gl.zeros([BD], gl.float32, OVER_D)[None, :]
     if RULE == S6:
         rates = LOG2E * _load(A, dn, mS, RAGGED_D).to(gl.float32)
     b += batch * sb_bv * VEC + (start + lo) * sb
@@ -354,11 +355,16 @@ def _selective_adjoint_kernel(
                     drive1 = e * drive1
             else:
                 gate = _exp2(w1 * _rates_of(rates, sa1, t, OVER_N, RULE))
-            P = gate * P
+            if RULE == S6:
+                time = time + w1
+            else:
+                P = gate * P
             if REVERSE:
                 G = gate * (G + drive1)
             else:
                 G = gate * G + drive1
+    if RULE == S6:                                     # one exponential of the sum instead of a product of exponentials
+        P = _exp2(time * rates)
     o = slot.to(gl.int64) * N * D
     gl.store(carry + o + nd, G, mask=mS)
     gl.store(decay + o + nd, P, mask=mS)
