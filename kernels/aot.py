@@ -33,6 +33,7 @@ TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 # kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 if there is none)
 TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
+         "_selective_fwd_kernel": (16, 2), "_selective_adjoint_kernel": (8, 1), "_selective_bwd_kernel": (8, 2),
          "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))

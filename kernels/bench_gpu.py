@@ -60,8 +60,8 @@ def cases():
     both = ("diagonal", "exact")
     S1, (B, T, D) = SHAPES["S1"], SHAPES["S1"]
     for name, shape in SHAPES.items():
-        yield from (Case("main", name, *shape, form=form) for form in both)
-        yield from (Case("main", name, *shape, form=form, path="portable") for form in (*both, "decoupled", "s6"))
+        for kind in ("fast", "portable"):
+            yield from (Case("main", name, *shape, form=form, path=kind) for form in (*both, "decoupled", "s6"))
     for form in both:
         yield Case("options", "S1", *S1, form=form, z=False)
         yield Case("options", "S1", *S1, form=form, state=True)
