@@ -124,6 +124,10 @@ def test_kernel_rows_follow_the_times():
     assert claims.judge_kernel_time(kernel_record(diagonal=1.01))[1] == "holds"
     assert claims.judge_kernel_time(kernel_record(diagonal=1.5, s6=2.0))[1] == "does not hold" # slower than Mamba's CUDA
     assert claims.judge_kernel_time(kernel_record(diagonal=1.5, mamba_cuda=2.0))[1] == "does not hold" # slower than our S6
+    faster = kernel_record(diagonal=1.5, s6=2.0, mamba_cuda=2.0)
+    assert claims.judge_kernel_time(faster)[1] == "holds"
+    faster["rows"] += [row | dict(kernels="s6", forward_ms=1.4) for row in faster["rows"] if row["form"] == "s6"]
+    assert claims.judge_kernel_time(faster)[1] == "does not hold" # slower than the fast S6, where it was timed
     assert claims.judge_official_kernel(kernel_record(official_longhorn_cuda=1.03))[1] == "does not hold"
     uneven = kernel_record()
     uneven["rows"][0]["forward_ms"] = 3.0
