@@ -182,7 +182,7 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16)))
-@pytest.mark.parametrize("form", ("diagonal", "exact"))
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed"))
 def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
     fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
@@ -191,7 +191,7 @@ def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form", ("diagonal", "exact"))
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed"))
 def test_gpu_small_checkpoints_packed_is_bit_identical_to_alone(form, path):
     from scan_cases import one_sequence
     bounds = [0, 640, 641, 1300]

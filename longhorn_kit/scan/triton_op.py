@@ -326,6 +326,6 @@ def _call(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, che
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()   # kernels read it by position
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # by name, not `_scan`: where a notebook and the package both define the operation, the last one is valid
-    scan, kernels = torch.ops.longhorn_kit.scan.default, f"{'fast' if FAST else 'portable'}, {__version__}"
+    scan, kernels = torch.ops.longhorn_kit.scan.default, f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]), save, kernels)
     return out, final
