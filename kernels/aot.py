@@ -270,6 +270,7 @@ def cases(what):
             yield f"fast {form} bare", fast_launches(form, B=64, z=False, state=False)
             yield f"fast {form} N=32", fast_launches(form, B=64, N=32)
             yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
+            yield f"fast {form} D=2047", fast_launches(form, B=64, D=2047)
         yield "fast exact states", fast_launches("exact", backward=False)
 
 

@@ -35,7 +35,8 @@ BOUNDS = {
 }
 ODD = {   # an odd width: elements go through registers
     "_diagonal_adjoint_kernel": (144, 0, 4), "_diagonal_bwd_kernel": (255, 80, 24),
-    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 560, 46)}
+    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 560, 46),
+    "_selective_fwd_kernel": (224, 16, 12), "_selective_bwd_kernel": (255, 304, 25)}
 AMD = {"_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
 

@@ -270,7 +270,7 @@ def compute_again(
     return spared
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-025
-KEPT = {"diagonal": 8.0, "exact": 4.0, "decoupled": 16.0, "s6": 16.0} # at N = 16; see the kernels' record
+KEPT = {"diagonal": 8.0, "exact": 4.0, "decoupled": 8.0, "s6": 8.0} # at N = 16; see the kernels' record
 
 def trace_model(
     config: LMConfig,
