@@ -141,6 +141,17 @@ def loop_count(launch, built):
     return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
 
 
+def fused(built):
+    "What made the operands of the fused multiply-adds, and how often: of a sum of two products either can be fused, and bits depend on which."
+    lines = re.findall(r"^\s*(?:@!?%p\d+ )?(\w[\w.:]*)\s+(\{[^}]*\}|%\w+), *(.*);", built.asm["ptx"], re.M)
+    made = {}
+    for op, to, _ in lines:
+        for register in re.findall(r"%\w+", to):
+            made.setdefault(register, op.split(".")[0])
+    return collections.Counter(tuple(made.get(r) for r in re.findall(r"%\w+|0f\w+", given))
+                               for op, _, given in lines if op.startswith("fma.rn.f32"))
+
+
 def unwaited(built):
     """How many sums or changes of layout after the main loop may meet an asynchronous copy that nobody waited for.
 

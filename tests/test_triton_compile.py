@@ -139,6 +139,23 @@ for form, k, every in (("exact", new(65), 0), ("exact", half, 0), ("diagonal", n
     assert "s6 ones" in own and "N = 65" in own and len(log.splitlines()) == 4
 
 
+def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike():
+    said, _ = without_interpreter("-c", """
+import sys
+sys.path.insert(0, "kernels")
+from aot import SELECTIVE, build, fast_launches, fused, torch
+def forward(form, **shape):
+    return fused(build(next(l for l in fast_launches(form, B=1, T=1280, **shape) if "fwd" in l[0].__name__), "sm_90")[0])
+for form in ("diagonal", "exact", *SELECTIVE):
+    for dtype, D in ((torch.bfloat16, 72), (torch.bfloat16, 33), (torch.float32, 64), (torch.float32, 5)):
+        keys = torch.bfloat16 if form == "exact" else None
+        alone, packed = (forward(form, D=D, dtype=dtype, keys=keys, packed=n) for n in (None, 3))
+        print(form, dtype, D, sum(alone.values()) > 0 and alone == packed)
+""")
+    lines = said.splitlines()
+    assert len(lines) == 20 and all(line.endswith("True") for line in lines), said
+
+
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
     from longhorn_kit.scan.triton_diagonal import diagonal_plan
     from longhorn_kit.scan.triton_op import TRIAL

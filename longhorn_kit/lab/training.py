@@ -184,8 +184,12 @@ def softmax_gap(
     log_p, known = torch.log_softmax(logits.to(wide), -1), (targets >= 0)[:, None]
     place = targets.clamp(min=0)[:, None]
     loss = -(log_p.gather(1, place) * known).sum()
-    hit = torch.arange(logits.shape[1], device=logits.device) == place # a comparison fuses, a scatter would not
-    return loss, log_p.exp_().add_(hit, alpha=-1).mul_(known).to(logits.dtype)
+    p = log_p.exp_()
+    if torch.compiler.is_compiling(): # a comparison with every place is fused with the rest; a scatter would not be
+        p = p - (torch.arange(p.shape[1], device=p.device) == place).to(wide)
+    else: # and touches one number a row
+        p.scatter_add_(1, place, -torch.ones_like(known, dtype=wide))
+    return loss, p.mul_(known).to(logits.dtype)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-027
 class SlicedLoss(torch.autograd.Function):

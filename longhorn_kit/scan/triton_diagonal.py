@@ -719,7 +719,7 @@ def _segment_steps(B, T, D, NP, direction):
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        few, steps = B * D < 131072, 256 if B * D < 32768 else 128
+        few, steps = B * D < 98304, 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
     return steps if few and (B == 1 or T > steps) else 0
@@ -784,6 +784,12 @@ def _wide_rate(b, x):
     return b if b.shape[-1] == x.shape[-1] else b.expand_as(x).contiguous()
 
 
+def _masked(p, steps, packed, x, vec):
+    # Whether steps past the end are masked. Of a sum of two products the compiler fuses either with the addition; in float32 and for
+    # odd widths it takes the other one where nothing is masked, and a sequence would not have the bits that it has among packed ones.
+    return packed or p.T % steps != 0 or vec == 1 or x.dtype == torch.float32
+
+
 def _one_stride(D, *tensors):
     return all(t is None or t.stride(1) == D for t in tensors)
 
@@ -800,7 +806,7 @@ def _own_and_carry(p, b, drive, z, k, q, bias, edge, cu_seqlens, owner, reverse)
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
         b, b if z is None else z, drive, k, q, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
         *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
-        HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
+        HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=_masked(p, 8, packed, b, vec),
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16)
     blocks = _cdiv(p.NP * p.D, 128)
     _diagonal_carry_kernel[(p.n_seq * blocks,)](
@@ -837,7 +843,7 @@ def diagonal_forward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
         VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
-        RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        RAGGED_T=_masked(p, 16, packed, x, vec), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-054
@@ -868,7 +874,7 @@ def diagonal_backward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
         VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=_own_buffers(p.NP), SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % 32 != 0,
+        PACKED=packed, RAGGED_T=_masked(p, 8, packed, x, vec), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar, drate)

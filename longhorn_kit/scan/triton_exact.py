@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .triton_diagonal import (
     LOG2E, _aligned, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store)
-from .triton_diagonal import _keys, _one_stride, _steps, _vector, _wide_rate
+from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
@@ -719,7 +719,7 @@ def exact_forward(
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed, x, vec), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
@@ -748,7 +748,7 @@ def exact_backward(
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0,
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed, x, vec), RAGGED_D=p.D % p.BD != 0,
         NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)

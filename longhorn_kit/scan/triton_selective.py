@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longhorn_kit.scan.triton_diagonal import (
-    LOG2E, _aligned, _at_most, _copy, _diagonal_carry_kernel, _exp, _keys, _load, _mask, _one_stride, _own_buffers, _pair,
+    LOG2E, _aligned, _at_most, _copy, _diagonal_carry_kernel, _exp, _keys, _load, _mask, _masked, _one_stride, _own_buffers, _pair,
     _part_buffers, _reciprocal, _rotated, _rows_apart, _slot, _stack4, _stack8, _steps, _store, _tile_out, _vector, _wide_rate,
     diagonal_plan)
 from .triton_portable import DECOUPLED, RULES, S6, S6_TIMED, PortablePlan, _cdiv, _collect, _segment_owner
@@ -740,7 +740,7 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     _selective_adjoint_kernel[(p.slots * blocks,)](
         b, b if z is None else z, drive, k, q, k if A is None else A, bias, cu_seqlens, owner, carry, decay, *segment, blocks,
         p.D // vec, *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16,
-        REVERSE=reverse, HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=packed or p.T % 8 != 0,
+        REVERSE=reverse, HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=_masked(p, 8, packed, b, vec),
         RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16)
     blocks = _cdiv(p.NP * p.D, 128)
     _diagonal_carry_kernel[(p.n_seq * blocks,)](
@@ -779,7 +779,7 @@ def selective_forward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), RULE=p.rule,
         VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
-        RAGGED_T=packed or p.T % 16 != 0, RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        RAGGED_T=_masked(p, 16, packed, x, vec), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-028
@@ -811,7 +811,7 @@ def selective_backward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
         RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=p.width == 2 and _own_buffers(p.NP), SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=packed or p.T % 8 != 0, RAGGED_D=p.D % 32 != 0,
+        PACKED=packed, RAGGED_T=_masked(p, 8, packed, x, vec), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
     dA = None if dA is None else dA[..., : p.N]
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial[..., : p.N].contiguous(), scalar)
