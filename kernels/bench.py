@@ -3,7 +3,7 @@
 
     python kernels/bench.py --device cpu                                   # a few minutes; results/cpu.json
     python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64 --out FILE.json
-    python kernels/bench.py --device cuda                                  # under four minutes; results/<gpu>.json
+    python kernels/bench.py --device cuda                                  # some minutes, see --budget; results/<gpu>.json
     python kernels/bench.py --device cuda --sections main peers            # only these parts
     python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact --dtype float16
 

@@ -12,6 +12,8 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SCANS = (   # form, kernels in the record, name, notebook, module, runs on
     ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),
     ("diagonal", "diagonal", "diagonal, Gluon", "13_triton_diagonal", "triton_diagonal", "NVIDIA, sm_80 on"),
+    ("decoupled", "decoupled", "decoupled, Gluon", "22_triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
+    ("s6", "s6", "Mamba's S6, Gluon", "22_triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
     ("exact", "portable", "exact, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
     ("diagonal", "portable", "diagonal, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
     ("decoupled", "portable", "decoupled, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
