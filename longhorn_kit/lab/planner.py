@@ -123,7 +123,9 @@ class Trace(Ledger, TorchDispatchMode):
             size = (a.shape[0] if a.dim() == 3 else 1, *a.shape[-2:], b.shape[-1])
             return self.add("product", name, inputs, made, size)
         rows = name.startswith(("aten.embedding.", "aten.gather.")) # only those that are asked for
-        moved = (*inputs[1:], *made, *made) if rows else (*inputs, *made)
+        spots = name.startswith("aten.scatter_add_.") # and those that are added to
+        moved = ((*inputs[1:], *made, *made) if rows else (*inputs[1:], *inputs[2:], *inputs[2:]) if spots
+                 else (*inputs, *made))
         self.add("pointwise", name, inputs, made, (), sum(map(held_bytes, moved)), like_of(name, inputs, made))
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-014
@@ -243,7 +245,8 @@ def compiled_gap(trace):
     "The loss of a slice as the compiled kernels compute it; see `softmax_gap` in the trainer."
     def gap(logits, targets):
         reads, made = [logits, logits, targets], torch.empty_like(logits)
-        trace.add("pointwise", "probabilities minus the targets", reads, [made], (), sum(map(held_bytes, (*reads, made))))
+        trace.add("pointwise", "probabilities minus the targets", reads, [made], (), sum(map(held_bytes, (*reads, made))),
+                  "log_softmax") # it walks along rows like this one
         return made.new_empty((), dtype=torch.float32), made
     return gap
 
