@@ -105,11 +105,12 @@ def test_scalar_rate_and_strided_inputs(form, D):
 
 
 @pytest.mark.parametrize("D", (72, 69))
+@pytest.mark.parametrize("dtype", (BF16, FP32))
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_agrees_and_is_bit_identical_to_alone(form, D):
+def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
     bounds = [0, 1, 1, 300, 333, 1200, 2480]
-    assert_close(errors(1, 2480, D, 16, form, bounds=bounds, dtype=BF16), BF16)
-    a, dout, dfinal = inputs(1, 2480, D, 16, form, dtype=BF16, sequences=6)
+    assert_close(errors(1, 2480, D, 16, form, bounds=bounds, dtype=dtype), dtype)
+    a, dout, dfinal = inputs(1, 2480, D, 16, form, dtype=dtype, sequences=6)
     out, final, grads = kernels(a, dout, dfinal, form, bounds)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
