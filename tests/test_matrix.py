@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit.scan import matrix
-from longhorn_kit.scan.matrix import chunked_matrix_scan, fla_matrix_scan, matrix_scan, matrix_step
+from longhorn_kit.scan.matrix import chunked_matrix_scan, matrix_scan, matrix_step
 
 CASES = [case for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
          if not (case[1] and case[2])]  # decay, delta rule, bonus
