@@ -279,14 +279,14 @@ def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"
 
 
-@pytest.mark.parametrize("beta, bonus, name", [(None, None, "chunk_gla"), (1, None, "chunk_kda"), (None, 1, "chunk_rwkv6")])
-def test_one_decay_a_head_stays_in_chunks_only_where_it_is_wrong_and_nothing_else_takes_it(monkeypatch, beta, bonus, name):
+@pytest.mark.parametrize("beta, bonus, right, instead", [
+    (None, None, "chunk_simple_gla", "chunk_gla"), (1, None, "chunk_gated_delta_rule", "chunk_kda"),
+    (None, 1, "chunk_rwkv6", "chunk_rwkv6")])
+def test_one_decay_a_head_takes_other_kernels_only_where_its_own_are_wrong(monkeypatch, beta, bonus, right, instead):
     q, x = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64)), SimpleNamespace(dtype=torch.bfloat16)
     monkeypatch.setattr(matrix, "fla_trouble", lambda: None)
-    pick = lambda keys: matrix.pick_matrix_backend("auto", q, x, beta, torch.zeros(1, 1, 1, keys), bonus)
+    assert matrix.pick_matrix_backend("auto", q, x, beta) == "fla"
+    pick = lambda keys: matrix.fla_function(torch.zeros(1, 1, 1, keys), beta, bonus)
     for version, capability, wrong in (((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)):
         gpu(monkeypatch, version, capability)
-        assert pick(1) == pick(64) == "fla"
-        with monkeypatch.context() as without:
-            without.setattr(matrix, "SPREAD", tuple(other for other in matrix.SPREAD if other != name))
-            assert (pick(1), pick(64)) == ("chunked" if wrong else "fla", "fla")
+        assert (pick(1), pick(64)) == (instead if wrong else right, instead)

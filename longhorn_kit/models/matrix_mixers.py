@@ -441,7 +441,5 @@ def scan_backend(
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
     q = weight.new_empty(1, 1, 1, mixer.d_key, dtype=dtype)
     beta = q[..., 0] if isinstance(mixer, (DeltaNet, GatedDeltaNet)) else None
-    log_decay = q[..., :1] if isinstance(mixer, (RetNet, RWKV5, Mamba2, GatedDeltaNet)) else None # one a head
-    bonus = q[0, 0] if isinstance(mixer, TokenShift) else None
-    name = pick_matrix_backend("auto", q, q, beta, log_decay, bonus)
+    name = pick_matrix_backend("auto", q, q, beta)
     return f"flash-linear-attention {importlib.import_module('fla').__version__}" if name == "fla" else name
