@@ -33,11 +33,10 @@ TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 # kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 if there is none)
 TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
-         "_selective_fwd_kernel": (16, 2), "_selective_adjoint_kernel": (8, 1), "_selective_bwd_kernel": (8, 2),
          "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
-SELECTIVE = ("s6", "s6_timed", "decoupled")   # rules of one pair of fast kernels
+SELECTIVE = ("s6", "s6_timed", "decoupled")   # run by the fast kernels of the diagonal form
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
 
 
@@ -214,14 +213,16 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 def fast_launches(form, packed=None, backward=True, **shape):
     "What a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
-    name = "selective" if form in SELECTIVE else form
+    from longhorn_kit.scan.triton_selective import selective_plan
+
+    name = "diagonal" if form in SELECTIVE else form
     module = importlib.import_module(f"longhorn_kit.scan.triton_{name}")
     plan, run_forward, run_backward = (getattr(module, f"{name}_{part}") for part in ("plan", "forward", "backward"))
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    if name == "selective":
-        plan = functools.partial(plan, form)
-    else:
+    if form in SELECTIVE:
+        plan = functools.partial(selective_plan, form)
+    if a["A"] is None:
         a.pop("A")
 
     def launch():

@@ -7,9 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact, triton_selective
+from longhorn_kit.scan import triton_diagonal, triton_exact
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
+from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import error
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -27,14 +28,14 @@ def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
 
 @pytest.fixture(autouse=True)
 def collected_in_pytorch(monkeypatch):
-    for module in (triton_diagonal, triton_exact, triton_selective):
+    for module in (triton_diagonal, triton_exact):
         monkeypatch.setattr(module, "_collect", collect)
 
 
 def kernels(form):
     "Plan, forward and backward."
     if form in ("s6", "s6_timed", "decoupled"):
-        return partial(triton_selective.selective_plan, form), triton_selective.selective_forward, triton_selective.selective_backward
+        return partial(selective_plan, form), triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
     module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
     return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
 

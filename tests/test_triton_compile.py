@@ -11,8 +11,7 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel",
-        "_selective_fwd_kernel", "_selective_adjoint_kernel", "_selective_bwd_kernel"}
+FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel"}
 PORTABLE = {"_token_kernel", "_scan_fwd_kernel", "_carry_kernel", "_adjoint_kernel", "_scan_bwd_kernel", "_sum_kernel"}
 # (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
 # 255 registers: where a kernel takes all of them, its bound is the stack. Two programs of 110 KiB share a multiprocessor.
@@ -23,9 +22,9 @@ BOUNDS = {
     "_diagonal_bwd_kernel": {16: (255, 0, 24), 32: (255, 0, 36), 64: (255, 0, 110), 128: (255, 0, 117)},
     "_exact_fwd_kernel": {16: (255, 0, 52), 32: (255, 0, 29), 64: (248, 0, 37)},
     "_exact_bwd_kernel": {16: (255, 264, 46), 32: (255, 512, 46), 64: (255, 200, 36)},
-    "_selective_fwd_kernel": {16: (176, 24, 12), 32: (248, 24, 15), 64: (255, 48, 21)},
-    "_selective_adjoint_kernel": {16: (176, 0, 4)},
-    "_selective_bwd_kernel": {16: (255, 40, 25), 32: (255, 16, 41), 64: (255, 40, 110)},
+    "_diagonal_fwd_kernel, another rule": {16: (176, 24, 12), 32: (248, 24, 15), 64: (255, 48, 21)},
+    "_diagonal_adjoint_kernel, another rule": {16: (176, 0, 4)},
+    "_diagonal_bwd_kernel, another rule": {16: (255, 40, 25), 32: (255, 16, 41), 64: (255, 40, 110)},
     "_token_kernel": {16: (40, 0, 1), 64: (40, 0, 1), 128: (40, 0, 1)},
     "_carry_kernel": {16: (40, 0, 0), 64: (40, 0, 0), 128: (40, 0, 0)},
     "_sum_kernel": {16: (48, 0, 1), 32: (48, 0, 1), 64: (48, 0, 1), 128: (48, 0, 1)},
@@ -36,7 +35,7 @@ BOUNDS = {
 ODD = {   # an odd width: elements go through registers
     "_diagonal_adjoint_kernel": (144, 0, 4), "_diagonal_bwd_kernel": (255, 80, 24),
     "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 560, 46),
-    "_selective_fwd_kernel": (224, 16, 12), "_selective_bwd_kernel": (255, 304, 25)}
+    "_diagonal_fwd_kernel, another rule": (224, 16, 12), "_diagonal_bwd_kernel, another rule": (255, 304, 25)}
 AMD = {"_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
 
@@ -58,8 +57,10 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        usual = AMD.get(row["kernel"], (32, 0, 1)) if amd else BOUNDS[row["kernel"]][states]
-        bound = ODD.get(row["kernel"], usual) if row["case"].endswith("D=2047") else usual
+        kernel, other = row["kernel"], f"{row['kernel']}, another rule"
+        kernel = other if other in BOUNDS and "diagonal" not in row["case"] else kernel
+        usual = AMD.get(kernel, (32, 0, 1)) if amd else BOUNDS[kernel][states]
+        bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
         assert all(map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)), (row, bound)
         assert row["unwaited"] == 0 and row["narrow"] == 0, row
 
@@ -71,12 +72,14 @@ def test_fast_kernels_compile_and_keep_what_is_no_number():
     assert_bounded(rows)
     for target in targets:
         assert {r["kernel"] for r in rows if r["target"] == target} >= FAST
+        for form in ("s6", "s6_timed", "decoupled"):
+            assert sum(r["kernel"] in FAST for r in rows if r["target"] == target and r["case"] == f"fast {form}") == 3
     for row in rows:
         keep, drop = row["nan"]
-        if "selective" in row["kernel"] and "s6" in row["case"]:
+        if row["kernel"] in FAST and "s6" in row["case"]:
             assert keep == 0 < drop, row
         else:
-            limited = row["kernel"] in ("_diagonal_bwd_kernel", "_selective_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel")
+            limited = row["kernel"] in ("_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel")
             assert keep == drop > 0 if limited else keep == drop == 0, row
 
 

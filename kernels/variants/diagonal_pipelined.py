@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.testing import do_bench
 
-from longhorn_kit.scan.triton_diagonal import LOG2E, _stack8, _tile_in, _tile_out, diagonal_forward, diagonal_plan
+from longhorn_kit.scan.triton_diagonal import LOG2E, _rate, _stack8, _tile_out, diagonal_forward, diagonal_plan
 
 CHUNK = gl.constexpr(16)
 
@@ -62,6 +62,16 @@ def _buffers(N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr):
 @gluon.jit
 def _rows(tile, WIDTH: gl.constexpr):
     return tile._reinterpret(gl.float32, [CHUNK, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _tile_in(x, b, k, q, bias, se, sx, sk, sq):
+    kf = k.to(gl.float32)
+    kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, x.type.layout))[:, None]
+    se.store(_rate(b, bias, kk, None, False))
+    sx.store(x.to(gl.float32))
+    sk.store(kf)
+    sq.store(q.to(gl.float32))
 
 
 @gluon.jit

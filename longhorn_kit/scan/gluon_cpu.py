@@ -124,13 +124,16 @@ class Interpreter:
                 shared.store(values)
 
 # %% ../../nbs/scan/12_triton_primer.ipynb #12_triton_primer-023h
+def _known(v, gl): # at compile time: functions, also those of a named tuple, and constants
+    if isinstance(v, GluonJITFunction):
+        return lambda *args: _in_python(v, gl)(*args)
+    if isinstance(v, tuple) and hasattr(v, "_fields"):
+        return v._make(_known(part, gl) for part in v)
+    return v.value if isinstance(v, triton.language.constexpr) else v
+
+
 def _in_python(kernel, gl):
-    names = dict(kernel.fn.__globals__)
-    for name, v in names.items():
-        if isinstance(v, GluonJITFunction):
-            names[name] = lambda *args, v=v: _in_python(v, gl)(*args)
-        elif isinstance(v, triton.language.constexpr):
-            names[name] = v.value
+    names = {name: _known(v, gl) for name, v in kernel.fn.__globals__.items()}
     names |= dict(gl=gl, async_copy=gl, mma_v2=gl.mma_v2, range=lambda *ends: map(_block, range(*map(int, ends))))
     return types.FunctionType(kernel.fn.__code__, names, kernel.__name__, kernel.fn.__defaults__)
 
@@ -139,9 +142,10 @@ def _run(kernel, *args, grid, warmup=False, **kwargs):
     given = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
     constant = {p.name for p in kernel.params if p.is_constexpr}
     for program in range(grid[0]):
-        call = {n: v if n in constant or v is None
+        gl = Interpreter(program)
+        call = {n: _known(v, gl) if n in constant or v is None
                 else Pointer.to_first(v) if isinstance(v, torch.Tensor) else _block(v) for n, v in given.items()}
-        _in_python(kernel, Interpreter(program))(**call)
+        _in_python(kernel, gl)(**call)
 
 
 @contextmanager

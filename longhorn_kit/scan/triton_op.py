@@ -25,7 +25,7 @@ if not _obstacle:
     try:
         from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan, diagonal_takes
         from longhorn_kit.scan.triton_exact import exact_backward, exact_forward, exact_plan, exact_takes
-        from longhorn_kit.scan.triton_selective import selective_backward, selective_forward, selective_plan, selective_takes
+        from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
     except Exception as error:             # Gluon is experimental: another Triton may have moved any part of it
         _obstacle = f"with triton {triton.__version__} they cannot be imported ({type(error).__name__}: {error})"
 
@@ -159,7 +159,7 @@ def _path_kernels(path, form, checkpoint_every=0):
     if path == "exact":
         return exact_plan, exact_forward, exact_backward
     if path != "portable":
-        return partial(selective_plan, path), selective_forward, selective_backward
+        return partial(selective_plan, path), diagonal_forward, diagonal_backward
     plan = lambda *sizes: portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
     forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(p, q, k, x, b, bias, skip, z, A, *rest)
     backward = lambda p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None: portable_backward(

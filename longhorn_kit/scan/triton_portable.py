@@ -522,7 +522,7 @@ def _cdiv(a, b):
 @dataclass(frozen=True)
 class PortablePlan:
     "Everything that a launch needs besides the tensors; a function of shapes and options alone."
-    rule: int; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
+    rule: int | tuple; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
     n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
     kept: int = 0 # steps between the states that wait for the backward, if more than C
 
