@@ -107,6 +107,28 @@ def test_all_portable_kernels_compile(target):
     assert_bounded(compiled("portable", [target]))
 
 
+def test_another_function_of_a_rule_is_another_kernel(tmp_path):
+    "Triton's cache on disk must not give the kernel that was compiled from an earlier text of a function."
+    out, _ = without_interpreter("-c", f"""
+import importlib.util, pathlib, sys
+sys.path.insert(0, "kernels")
+import aot
+from longhorn_kit.scan.triton_diagonal import DIAGONAL_RULE
+TEXT = "from triton.experimental import gluon\\n@gluon.jit\\ndef _next(S, k, eps, x, a):\\n    return S + (k * eps) * ("
+def rule(folder, rest):
+    path = pathlib.Path(r"{tmp_path}", folder, "rules.py")
+    path.parent.mkdir()
+    path.write_text(TEXT + rest)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("rules", path))
+    module.__spec__.loader.exec_module(module)
+    return DIAGONAL_RULE._replace(step=module._next)
+kernel, args, kwargs = aot.fast_launches("diagonal")[0]
+rules = [rule("one", "x - k * S)"), rule("same", "x - k * S)"), rule("other", "x + k * S)")]
+print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rules}}))
+""")
+    assert out.strip() == "2"
+
+
 def test_where_gluon_has_moved_the_portable_kernels_run_and_the_log_says_why():
     out, log = without_interpreter("-c", """
 import logging, sys
