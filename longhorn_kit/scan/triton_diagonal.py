@@ -178,6 +178,7 @@ def _rates_of(A, sa, t, OVER_N: gl.constexpr, RULE: gl.constexpr):
 
 @gluon.jit
 def _keys_in(k, q, a, sk, sq, sa, RULE: gl.constexpr):
+    # Keys, queries and rates of a chunk, in float32.
     sk.store(k.to(gl.float32))
     sq.store(q.to(gl.float32))
     if RULE.timed:
@@ -447,7 +448,7 @@ def _diagonal_adjoint_kernel(
     G = gl.zeros([N, BD], gl.float32, STATE)
     P = gl.full([N, BD], 1.0, gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, G, RULE, RAGGED_D)
-    if RULE.fixed:                                     # the product of exponentials is one of a sum, row by row
+    if RULE.fixed:                                     # gates that are exponentials: P is a sum until the end
         P = gl.zeros([BD], gl.float32, OVER_D)[None, :]
     b += batch * sb_bv * VEC + (start + lo) * sb
     z += batch * sz_bv * VEC + (start + lo) * sz
