@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Scale', 'NOT_IN_PRESET', 'COMMANDS', 'ABOUT', 'OPTIONS', 'UsageError', 'one_line', 'complaint', 'Claims',
            'chosen_claims', 'writable_folder', 'set_aside', 'finished_record', 'same_settings', 'run_claim',
-           'finished_records', 'Reproduce', 'model_folder', 'stream_text', 'load_writer', 'generate_from', 'Generate',
-           'evaluate_from', 'Eval', 'Export', 'known', 'train_from', 'plan_from', 'TrainLM', 'TrainVision', 'parse',
-           'fail', 'main']
+           'finished_records', 'noted_failure', 'Reproduce', 'model_folder', 'stream_text', 'load_writer',
+           'generate_from', 'Generate', 'evaluate_from', 'Eval', 'Export', 'known', 'train_from', 'plan_from',
+           'TrainLM', 'TrainVision', 'parse', 'fail', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -167,6 +167,9 @@ def run_claim(
         record = module.run(scale, folder)
     ours, verdict = judge(claim, record)
     print(f"  {verdict}: {ours}  [{duration(record['seconds'])}]", flush=True)
+    if finished_record(claim, folder) != record: # a grid writes its record only when it is complete
+        errors = folder / "failed.jsonl"
+        raise RuntimeError(f"some of its runs failed, see {errors}" if errors.exists() else "some of its runs are missing")
     return record
 
 # %% ../nbs/cli.ipynb #cli-027
@@ -179,6 +182,20 @@ def finished_records(
 
 # %% ../nbs/cli.ipynb #cli-029
 Scale = Literal["laptop", "gpu", "paper"]
+
+@contextlib.contextmanager
+def noted_failure(
+    name: str,    # of what runs inside
+    failed: dict, # name -> one line about each that failed
+):
+    "Inside, an error is added to `failed` and printed, so that the others still run."
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("LONGHORN_DEBUG") == "1":
+            raise
+        failed[name] = one_line(error)
+        print(f"  failed: {failed[name]}", flush=True)
 
 @dataclass
 class Reproduce:
@@ -195,11 +212,18 @@ class Reproduce:
         minutes = [claim.minutes[self.scale] for claim in claims]
         print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; "
               f"about {sum(minutes):g} min on {PLATFORM[self.scale]}")
+        failed = {}
         for i, claim in enumerate(claims):
             print(f"\n[{i + 1}/{len(claims)}] {claim.name}, about {minutes[i]:g} min")
             print(f"  {claim.statement}", flush=True)
-            run_claim(claim, self.scale, out, self.fresh)
-        print(f"\nreport: {self.report(out)}")
+            with noted_failure(claim.name, failed):
+                run_claim(claim, self.scale, out, self.fresh)
+        if len(failed) < len(claims):
+            with noted_failure("the report", failed):
+                print(f"\nreport: {self.report(out)}", flush=True)
+        if failed:
+            reasons = "; ".join(f"{name} failed: {reason}" for name, reason in failed.items())
+            raise RuntimeError(f"{reasons}; what is finished is kept")
 
     def report(self, out):
         "Write the page about every finished run in the folder."
@@ -244,8 +268,8 @@ def load_writer(
     tokenizer: str | None, # its name; None: that of the training
 ):
     "A model and its tokenizer; ValueError or OSError in one line."
-    from longhorn_kit.lab.evaluation import load_own, load_pair
-    if '"model_type"' not in (folder / "config.json").read_text(errors="replace"):
+    from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
+    if not is_export(folder):
         return load_own(folder, tokenizer)
     from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
     model, words = load_pair(folder, tokenizer)

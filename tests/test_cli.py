@@ -154,6 +154,32 @@ def test_failure_of_a_run_is_one_line(here, capsys, error, says):
     assert not (here / "runs" / "report.html").exists()
 
 
+def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
+    monkeypatch.setattr(claims, "CLAIMS", [*claims.CLAIMS, fakes.claim("third")])
+    inner = fakes.module.run
+    def run(scale, folder):
+        if folder.parent.name != "second":
+            raise RuntimeError(f"no room for {folder.parent.name}")
+        return inner(scale, folder)
+    monkeypatch.setattr(fakes.module, "run", run)
+    assert cli.main(["reproduce"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "longhorn: error: fake failed: no room for fake; third failed: no room for third; what is finished is kept\n"
+    assert "holds: score 2" in out and f"report: {Path('runs/report.html')}" in out
+    assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
+
+
+@pytest.mark.parametrize("noted, says", [(True, "some of its runs failed, see"), (False, "some of its runs are missing")])
+def test_a_grid_that_is_not_complete_is_a_failure(here, capsys, monkeypatch, noted, says):
+    def run(scale, folder):
+        folder.mkdir(parents=True)
+        if noted:
+            (folder / "failed.jsonl").write_text("{}")
+        return fakes.record(folder.parent.name)
+    monkeypatch.setattr(fakes.module, "run", run)
+    assert says in fails(capsys, ["reproduce", "second"])
+
+
 def test_failure_keeps_what_is_finished(here, capsys):
     cli.main(["reproduce", "fake"])
     fakes.module.error = RuntimeError("stop")
@@ -245,6 +271,17 @@ def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
         assert cli.main(["generate", str(folder), "--prompt", "état", "--tokens", "12", "--top-k", "40"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_generate_and_export_tell_checkpoints_apart_alike(model, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    config = json.loads((model / "config.json").read_text()) | {"mixer_options": {"model_type": "longhorn"}}
+    for text in (json.dumps(config), json.dumps(["model_type"]), "7", '{"model_type": '):
+        (tmp_path / "config.json").write_text(text)
+        said = {fails(capsys, [*command, str(tmp_path), *more]) for command, more in
+                ((["generate"], []), (["export"], [str(tmp_path / "out")]))}
+        assert len(said) == 1 and "config.json" in said.pop()
 
 
 def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):

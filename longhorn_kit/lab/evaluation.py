@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['END', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS', 'harness', 'byte_characters', 'last_pair', 'vocabulary',
-           'hf_tokenizer', 'load_own', 'load_pair', 'matching', 'quiet', 'harness_model', 'manager_for', 'UnknownTask',
-           'unknown_task', 'passage_prompt', 'contains_any', 'passage_task', 'expand_tasks', 'find_tasks', 'first_line',
-           'doubled', 'read_twice', 'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'score_table', 'recall_means',
-           'table_text', 'export_checkpoint']
+           'hf_tokenizer', 'is_export', 'load_own', 'load_pair', 'matching', 'quiet', 'harness_model', 'manager_for',
+           'UnknownTask', 'unknown_task', 'passage_prompt', 'contains_any', 'passage_task', 'expand_tasks',
+           'find_tasks', 'first_line', 'doubled', 'read_twice', 'metric_rows', 'run_tasks', 'evaluate_checkpoint',
+           'score_table', 'recall_means', 'table_text', 'export_checkpoint']
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-003
 import contextlib
@@ -97,6 +97,13 @@ def hf_tokenizer(
                                    model_max_length=context, clean_up_tokenization_spaces=False)
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-015
+def is_export(
+    folder: str | Path, # of a model
+) -> bool:
+    "Whether transformers wrote the folder, and not the kit; ValueError or OSError naming a config.json that cannot be read."
+    config = read_json(Path(folder) / "config.json")
+    return isinstance(config, dict) and "model_type" in config
+
 def load_own(
     folder: str | Path,            # of a model
     tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: what the folder says
@@ -117,7 +124,7 @@ def load_pair(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from longhorn_kit.models.transformers import to_transformers
     folder = Path(folder)
-    if "model_type" not in read_json(folder / "config.json"):
+    if not is_export(folder):
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
     with quiet():
