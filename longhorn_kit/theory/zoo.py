@@ -152,7 +152,7 @@ def rwkv7_step(
     S: Tensor,     # (...,D,N) state
     k: Tensor,     # (...,N) key to write under
     x: Tensor,     # (...,D) value
-    w: Tensor,     # (...,N) gate of each key channel
+    w: Tensor,     # (...,N) gate of each key channel, above exp(-exp(-1/2)) in the published layer
     kappa: Tensor, # (...,N) key to erase, of length one
     r: Tensor,     # (...,N) erasing rate of each key channel, in (0,1)
 ) -> Tensor:       # (...,D,N) next state
@@ -324,7 +324,7 @@ _TEST_TIME = [
           r"S'(\mathrm{diag}(w_t)-\kappa\,(r_t\odot\kappa)^\top)+x\,k^\top",
           "Peng et al. 2025", ("2503.14456",), rwkv7_step, _rwkv7_oracle,
           gates=dict(w=(0.95, 1, "N"), kappa=(-0.3, 0.3, "N"), r=(0.8, 1, "N")), keys=_unit,
-          remark="kappa has length one; r is the paper's a; the read-out has a bonus for this token"),
+          remark="kappa has length one, k here too; r is the paper's a; the read-out has a bonus for this token"),
     Layer("TTT-Linear", "explicit",
           r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\sum_{i\leq C}\Vert Sk_i-x_i\Vert^2",
           r"S'-\eta\sum_{i\leq C}(S'k_i-x_i)\,k_i^\top", "Sun et al. 2024", ("2407.04620",),
