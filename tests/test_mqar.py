@@ -1,5 +1,5 @@
 "MQAR: the task keeps its law, a table solves it and a bag of tokens does not, and a grid goes on where it was killed."
-import json, os, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, time
 from dataclasses import replace
 from pathlib import Path
 
@@ -288,7 +288,28 @@ def test_state_bytes_are_counted_by_hand():
 
 def fake(run, score, steps=None):
     return {"settings": run.settings(), "curve": {"steps": [1], "accuracy": [score]}, "accuracy": score,
-            "steps": steps or run.steps}
+            "late_accuracy": score, "steps": steps or run.steps}
+
+
+def test_a_kept_run_has_few_points_and_the_mean_of_all_late_ones(tmp_path, monkeypatch):
+    grid, accuracy = replace(TINY, stages=TINY.stages[1:], lrs=(0.1,), seeds=(0,)), [i / 256 for i in range(120)]
+    def one(run, *rest):
+        yield
+        return fake(run, 0.5) | {"curve": {"steps": list(range(1, 121)), "loss": accuracy, "accuracy": accuracy}}
+    monkeypatch.setattr(mqar_grid, "one_run", one)
+    work(grid, tmp_path)
+    (row,) = read_jsonl(tmp_path / "runs.jsonl")
+    assert row["curve"]["steps"] == list(range(6, 121, 6)) and set(row["curve"]) == {"steps", "accuracy"}
+    assert row["late_accuracy"] == pytest.approx(np.mean(accuracy[-12:]), abs=1e-4)
+    assert mqar_grid.thin(row["curve"]) == row["curve"]
+
+
+def test_the_committed_runs_make_the_committed_record(tmp_path):
+    folder = mqar_grid.claims.results_folder() / "mqar"
+    shutil.copytree(folder / "gpu", tmp_path / "gpu")
+    assert max(len(row["curve"]["steps"]) for row in read_jsonl(tmp_path / "gpu" / "runs.jsonl")) <= 20
+    record, committed = mqar_grid.record_of("gpu", mqar_grid.GPU, tmp_path / "gpu"), read_json(folder / "gpu.json")
+    assert record["results"] == committed["results"]
 
 
 def test_other_seeds_run_only_with_the_best_learning_rate(tmp_path):

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['MODELS', 'IDLE', 'WAIT', 'WORKER', 'EVERY', 'LAPTOP', 'SIZES', 'MORE', 'STATES', 'GPU', 'PAPER', 'SETTINGS', 'SCALES',
            'NAMES', 'TESTS', 'Stage', 'Grid', 'cells', 'first_run', 'has_state', 'check_grid', 'key_of', 'Results',
-           'late_accuracy', 'lrs_to_try', 'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte', 'open_runs',
-           'next_run', 'others_at_work', 'graphed', 'one_run', 'lane', 'note_failure', 'made_on', 'rounded', 'drive',
-           'work', 'grid_from', 'worker', 'start_workers', 'gpu_load', 'watch', 'best_of_cell', 'cell_summary', 'thin',
-           'busy', 'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'finished_record', 'name_of',
-           'chosen', 'sizes_in', 'main_place', 'draw_widths', 'draw_states', 'learnt', 'draw_beyond', 'draw_longest',
-           'rewritten_answers', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures', 'tables']
+           'shortened', 'thin', 'lrs_to_try', 'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte',
+           'open_runs', 'next_run', 'others_at_work', 'graphed', 'one_run', 'lane', 'note_failure', 'made_on',
+           'rounded', 'drive', 'work', 'grid_from', 'worker', 'start_workers', 'gpu_load', 'watch', 'best_of_cell',
+           'cell_summary', 'busy', 'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'finished_record',
+           'name_of', 'chosen', 'sizes_in', 'main_place', 'draw_widths', 'draw_states', 'learnt', 'draw_beyond',
+           'draw_longest', 'rewritten_answers', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures', 'tables']
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-003
 import json
@@ -137,12 +137,22 @@ class Results:
     def add(self, result): append_jsonl(self.path, result)
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-013
-def late_accuracy(
+def shortened(
     result: dict, # of a run
-) -> float:
-    "Mean accuracy over the last tenth of training, on fresh streams."
-    curve = result["curve"]["accuracy"]
-    return mean(curve[-max(1, len(curve) // 10):])
+) -> dict:
+    "What is kept of it: a thin curve, and the mean accuracy over the last tenth of training, by which learning rates are chosen."
+    late = result["curve"]["accuracy"]
+    late = late[-max(1, len(late) // 10):]
+    return result | {"late_accuracy": mean(late), "curve": thin(result["curve"])}
+
+def thin(
+    curve: dict, # steps, loss, accuracy
+    points: int = 20, # at most
+) -> dict:
+    "Steps and accuracy at about equal distances, the last included."
+    every = max(1, -(-len(curve["steps"]) // points))
+    keep = lambda values: values[::-1][::every][::-1]
+    return {name: keep(curve[name]) for name in ("steps", "accuracy")}
 
 def lrs_to_try(
     first: Run,       # of a cell
@@ -163,7 +173,7 @@ def best_run(
     "The first-seed run whose learning rate did best; None while one is missing."
     runs = [replace(first, lr=lr) for lr in lrs]
     scores = [results.of(run) for run in runs]
-    return max(zip(runs, scores), key=lambda pair: late_accuracy(pair[1]))[0] if all(scores) else None
+    return max(zip(runs, scores), key=lambda pair: pair[1]["late_accuracy"])[0] if all(scores) else None
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-014
 def missing(
@@ -339,7 +349,7 @@ def lane(
             turns.give(key)
             continue
         failed = 0
-        results.add(rounded(result) | made)
+        results.add(shortened(rounded(result)) | made)
         turns.give(key)
         say(result)
 
@@ -523,18 +533,9 @@ def cell_summary(
         "guess": round(place_guess(best.task), 4),
         "d_model": best.d_model, "mixer": best.mixer, "options": best.options, "lr": best.lr,
         "accuracy": each("accuracy"), "stale": each("stale"), "by_lr": tried, "tests": tests,
-        "steps": each("steps"), "seconds": each("seconds"), "curves": [thin(row["curve"]) for row in rows],
+        "steps": each("steps"), "seconds": each("seconds"), "curves": each("curve"),
         "parameters": rows[0]["parameters"], "state_bytes": rows[0]["state_bytes"],
         "probe": [row["probe"] for row in rows if "probe" in row], "inside": rows[0].get("inside")}
-
-def thin(
-    curve: dict, # steps, loss, accuracy
-    points: int = 20, # at most
-) -> dict:
-    "Steps and accuracy at about equal distances, the last included."
-    every = max(1, -(-len(curve["steps"]) // points))
-    keep = lambda values: values[::-1][::every][::-1]
-    return {name: keep(curve[name]) for name in ("steps", "accuracy")}
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-035
 def busy(
