@@ -2,6 +2,7 @@
 
 import dataclasses, errno, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -499,6 +500,30 @@ def test_accumulated_parts_are_one_batch():
         ]
 
     assert np.allclose(losses(1), losses(4), rtol=1e-4)
+
+
+class Masked(Sampler):
+    "A sampler that leaves out targets, in every row another number of them."
+
+    def next_batch(self):
+        inputs, targets = super().next_batch()
+        left_out = torch.arange(self.context) < inputs[:, :1] % self.context # at least one target stays
+        return inputs, targets.masked_fill(left_out, -100)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_parts_count_by_the_targets_that_they_have(chunk):
+    def losses(accumulate):
+        config = dataclasses.replace(CONFIG, steps=12, accumulate=accumulate, loss_chunk=chunk)
+        sampler = Masked(TOKENS, config.context, config.batch_size // accumulate, config.seed)
+        return [line["loss"] for line in train(language_model(), sampler, None, config, quiet=True)["history"]]
+    assert np.allclose(losses(1), losses(4), rtol=1e-4)
+
+
+def test_parts_of_all_processes_are_weighed_together():
+    targets = [torch.tensor([[1, 2, 3]]), torch.tensor([[-100, -100, 4]])]
+    others = SimpleNamespace(num_processes=2, reduce=lambda mine, how: mine + 6) # of two parts with three targets each
+    assert training.part_weights(targets, others).tolist() == pytest.approx([1.2, 0.4]) # theirs: 1.2 and 1.2
 
 
 def test_bf16_trains_with_weights_in_float32():

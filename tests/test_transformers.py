@@ -1,4 +1,5 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
+import copy
 import subprocess
 import sys
 
@@ -135,6 +136,23 @@ def test_trainer_trains_it(tmp_path):
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
+    start = to_transformers(make("longhorn")).train()
+    row = lambda i: dict(input_ids=torch.arange(i, i + 16) % 50,
+                         labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50))
+    def trained(parts):
+        hf = copy.deepcopy(start)
+        arguments = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=4 // parts, learning_rate=1.0,
+                                      gradient_accumulation_steps=parts, optim="sgd", max_grad_norm=0, report_to=[],
+                                      use_cpu=True, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant")
+        Trainer(hf, arguments, train_dataset=[row(i) for i in range(4)]).train()
+        return hf
+    whole, parts = trained(1), trained(4)
+    for a, b, before in zip(whole.parameters(), parts.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(a, before)
 
 
 def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows',
            'own_random_state', 'evaluate', 'loss_of', 'softmax_gap', 'SlicedLoss', 'sliced_loss', 'LossOnly',
-           'features', 'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'train_step',
-           'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
+           'features', 'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'part_weights',
+           'train_step', 'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
            'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
            'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched',
            'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
@@ -336,6 +336,15 @@ def next_batch(
     return [part.contiguous().pin_memory().to(device, non_blocking=True) for part in batch]
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-040
+def part_weights(
+    parts,       # targets (b,T) of each part of a step; -100 is left out
+    accelerator, # of the run
+):
+    "What the mean loss of each part counts (parts,), 1 on average: its share of all processes' targets."
+    counts = torch.stack([(targets != -100).sum() for targets in parts]).float()
+    total = accelerator.reduce(counts.sum(), "sum") # a tensor: nothing waits for the device
+    return counts * (len(parts) * accelerator.num_processes) / total
+
 def train_step(
     run, # Run
 ):
@@ -344,10 +353,11 @@ def train_step(
     rate = learning_rate(run.step + 1, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    for _ in range(config.accumulate):
-        inputs, targets = next_batch(run)
+    batches = [next_batch(run) for _ in range(config.accumulate)]
+    weights = part_weights([targets for _, targets in batches], accelerator)
+    for (inputs, targets), weight in zip(batches, weights):
         with accelerator.accumulate(run.model):
-            loss = run.model(inputs, targets)
+            loss = run.model(inputs, targets) * weight
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
