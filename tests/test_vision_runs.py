@@ -330,6 +330,17 @@ def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
         lab.gpu_record(parts[:1], tmp_path / "none.json")
 
 
+def test_a_comparison_with_a_failed_run_is_not_finished(tmp_path, monkeypatch):
+    part, written = {"failed": ["deit, seed 1"]}, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(lab, "gpu_worker", lambda *args, **options: part)
+    monkeypatch.setattr(lab, "gpu_record", lambda found, path: written.append((found, path.name)))
+    lab.run("gpu", tmp_path)
+    part["failed"] = []
+    lab.run("gpu", tmp_path)
+    assert written == [([part], "partial.json"), ([part], "record.json")]
+
+
 def test_a_job_gets_two_attempts(tmp_path):
     attempts = lab.Attempts(tmp_path, 0)
     for before in (0, 1):

@@ -651,7 +651,7 @@ def gpu_worker(
     config = replace(config, epochs=plan_epochs(mine.board, worker, workers, seeds, end, most))
     print(f"{config.epochs} epochs a run", flush=True)
     mine.train_all(train, test, config, seeds, end)
-    mine.found["failed"] += mine.attempts.failed
+    mine.found["failed"] = mine.attempts.failed # this time: an earlier failure has had its second attempt
     mine.save()
     return mine.found
 
@@ -1179,13 +1179,13 @@ def run(
     config: CompareConfig | None = None, # other settings than those of the scale
     workers: int = 2,   # processes, on a CPU
 ) -> dict:
-    "Run the comparison, going on where an earlier run stopped; the record, also in record.json."
+    "Run the comparison, going on where an earlier run stopped; the record, in record.json unless a run failed."
     config, folder = config or settings_for(scale), Path(folder)
     if config.data != "digits":
         if not torch.cuda.is_available():
             raise ValueError("vision at scale gpu needs a GPU; --scale laptop runs on a CPU")
-        gpu_worker(config.data, folder / "worker.json", folder / "board", minutes=22, seeds=len(config.seeds))
-        return gpu_record([read_json(folder / "worker.json")], folder / "record.json")
+        found = gpu_worker(config.data, folder / "worker.json", folder / "board", minutes=22, seeds=len(config.seeds))
+        return gpu_record([found], folder / ("partial.json" if found["failed"] else "record.json"))
     digits() # so that a missing scikit-learn is told before processes are started
     grid = [(name, seed, config, folder / "cells") for seed in config.seeds for name in config.models]
     cells = side_by_side(digits_cell, grid, workers, "digits (model, seed)")
