@@ -203,11 +203,11 @@ def test_mean_over_the_six_only_where_all_are_there():
 
 # transformers and its folder
 
-@pytest.mark.parametrize("mixer", ["longhorn_exact", "mamba", "attention"])
+@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "retnet", "rwkv5", "gla"]) # the official code's, and exact
 def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
     save(tmp_path / "kit", mixer)
     out = evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "hf")
-    names = ["tiny_choice", "tiny_whole"] + ["tiny_line"] * (mixer != "attention")
+    names = ["tiny_choice", "tiny_whole", "tiny_line"]
     first, second = (evaluation.evaluate_checkpoint(folder, names, include=tasks)["rows"] for folder in (tmp_path / "kit", out))
     assert first == second
 

@@ -63,6 +63,13 @@ def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "record.json"]
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(OSError, match=r"cannot write .*run/record.json: (File exists|Not a directory); what was there before is unchanged"):
+        write_json(tmp_path / "run" / "record.json", {})
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_device_that_is_always_full():
     with pytest.raises(OSError, match="cannot write /dev/full: No space left"):
         append_jsonl("/dev/full", {"step": 1})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.transformers import (
     LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -63,7 +63,7 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         torch.testing.assert_close(layer.state.S[1:2], single.state.S)
 
 
-@pytest.mark.parametrize("mixer", (*RECURRENT, "attention"))
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer):
     hf, lm = to_transformers(make(mixer)), make(mixer)
     tokens, mask, alone = padded(4, 9, 6)
@@ -84,7 +84,7 @@ def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
         torch.testing.assert_close(torch.cat([out.logits[row][mask[row].bool()], after[row]]), own)
 
 
-@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+@pytest.mark.parametrize("mixer", ("longhorn", "attention", "retnet", "rwkv6", "mamba2", "gated_deltanet"))
 def test_beams_follow_their_states(mixer):
     lm = make(mixer)
     for parameter in lm.parameters():

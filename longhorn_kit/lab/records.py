@@ -39,7 +39,8 @@ def atomic_file(
     except OSError as error:
         raise cannot_write(path, error) if error.strerror else error # else it is a message already
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError): # where the folder is none there is no such file either
+            partial.unlink(missing_ok=True)
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-008
 def cannot_write(
