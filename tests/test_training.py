@@ -2,7 +2,6 @@
 
 import dataclasses, errno, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -520,12 +519,6 @@ def test_parts_count_by_the_targets_that_they_have(chunk):
     assert np.allclose(losses(1), losses(4), rtol=1e-4)
 
 
-def test_parts_of_all_processes_are_weighed_together():
-    targets = [torch.tensor([[1, 2, 3]]), torch.tensor([[-100, -100, 4]])]
-    others = SimpleNamespace(num_processes=2, reduce=lambda mine, how: mine + 6) # of two parts with three targets each
-    assert training.part_weights(targets, others).tolist() == pytest.approx([1.2, 0.4]) # theirs: 1.2 and 1.2
-
-
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
     result = train(
@@ -649,6 +642,20 @@ def test_two_processes_train_as_one_would(tmp_path):
     assert latest_checkpoint(tmp_path / "two")[1]["step"] == 20
     (tmp_path / "two" / "checkpoints" / "step-00000020" / "checkpoint.json").unlink()
     assert train(model, TOKENS, VAL, config, tmp_path / "two", quiet=True)["resumed_from"] == 10
+
+
+def test_two_processes_count_by_the_targets_that_they_have(tmp_path):
+    script = (
+        "config = dataclasses.replace(config, accumulate=2); rank = int(os.environ['RANK']);"
+        "train(model, Masked(TOKENS, 8, 1, 0, rank, 2), VAL, config, sys.argv[1], quiet=True);"
+        "torch.distributed.destroy_process_group()"
+    )
+    assert two_processes(script, tmp_path / "two")[0] == [0, 0]
+    model = Tiny()
+    model.dropout.p = 0.0
+    config = dataclasses.replace(CONFIG, steps=20)
+    alone = train(model, Masked(TOKENS, 8, 4, 0), VAL, config, quiet=True)["history"]
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
 
 
 def language_model(**options):
