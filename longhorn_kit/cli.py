@@ -222,8 +222,8 @@ class Reproduce:
             with noted_failure("the report", failed):
                 print(f"\nreport: {self.report(out)}", flush=True)
         if failed:
-            reasons = "; ".join(f"{name} failed: {reason}" for name, reason in failed.items())
-            raise RuntimeError(f"{reasons}; what is finished is kept")
+            reasons = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
+            raise RuntimeError(f"not done: {reasons}; what is finished is kept")
 
     def report(self, out):
         "Write the page about every finished run in the folder."

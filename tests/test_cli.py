@@ -164,7 +164,7 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     monkeypatch.setattr(fakes.module, "run", run)
     assert cli.main(["reproduce"]) == 1
     out, err = capsys.readouterr()
-    assert err == "longhorn: error: fake failed: no room for fake; third failed: no room for third; what is finished is kept\n"
+    assert err == "longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n"
     assert "holds: score 2" in out and f"report: {Path('runs/report.html')}" in out
     assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
 
