@@ -106,7 +106,7 @@ def test_sequences_of_a_batch_are_independent(name):
 
 def dense_longhorn(layer, h, form):
     "The layer in float64 from its defining objective: a linear solve for every channel, no closed form, no scan."
-    w = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    w = {name: tensor.double() for name, tensor in layer.named_parameters()}
     h, (T, D, N) = h.double(), (h.shape[0], layer.d_inner, layer.d_state)
     S, outputs = torch.zeros(D, N, dtype=torch.float64), []
     raw, taps = h @ w["in_proj.weight"].T, w["conv1d.weight"].shape[-1]
@@ -136,12 +136,15 @@ def dense_longhorn(layer, h, form):
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
 @pytest.mark.parametrize("rate", ["vector", "scalar"])
 def test_longhorn_is_the_minimiser_of_its_objective(form, rate):
-    layer, h = make("longhorn", 9, form=form, rate=rate, d_state=3), torch.randn(1, 7, 9)
+    layer, h = make("longhorn", 9, form=form, rate=rate, d_state=3), torch.randn(1, 7, 9, requires_grad=True)
     expected, state = dense_longhorn(layer, h[0], form)
-    with torch.no_grad():
-        y, cache = layer.prefill(h)
+    y, cache = layer.prefill(h)
     torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(cache.S[0].double(), state, atol=1e-5, rtol=1e-4)
+    dy, named = torch.randn(7, 9), {"input": h, **dict(layer.named_parameters())}
+    ours, theirs = (torch.autograd.grad((out * dy).sum(), [*named.values()]) for out in (layer(h)[0], expected))
+    for name, a, b in zip(named, ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() and b.norm() > 0, name
 
 
 def test_names_choose_form_and_rate():
