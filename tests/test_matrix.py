@@ -228,6 +228,34 @@ def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bo
     assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
 
 
+def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path, monkeypatch):
+    "Its import runs as it stands: compiled with the rest it failed, and our chunks ran for good."
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/__init__.py").write_text("")
+    (tmp_path / "fla/ops.py").write_text("import torch\ndef work(): return torch.ones(2) + 1\nwork()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    matrix._fla_trouble.cache_clear()
+    graphs = []
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+    try:
+        asked = torch.compile(lambda x: 2 * x if matrix.fla_trouble() is None else x, backend=count)
+        assert asked(torch.ones(2)).tolist() == [2, 2] and len(graphs) == 1
+    finally:
+        matrix._fla_trouble.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+            del sys.modules[name]
+
+
+def test_autocast_does_not_break_compiled_code():
+    x = torch.randn(1, 20, 2, 4)
+    scan = lambda x: matrix_scan(x, x, x, backend="chunked")
+    torch.testing.assert_close(torch.compile(scan, fullgraph=True, backend="eager")(x), scan(x))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
 def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):

@@ -162,14 +162,18 @@ def chunked_matrix_scan(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-035
 @functools.cache
-def fla_trouble() -> str | None:
-    "Why flash-linear-attention cannot be imported; None if it can."
+def _fla_trouble():
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed (the extra fla brings it)"
     try:
         importlib.import_module("fla.ops")
     except Exception as error: # it imports much of its environment, any part of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
+
+@torch.compiler.assume_constant_result # the import itself cannot be compiled
+def fla_trouble() -> str | None:
+    "Why flash-linear-attention cannot be imported; None if it can."
+    return _fla_trouble()
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-036
 try:
@@ -241,6 +245,7 @@ def fla_kernel(k, log_decay, beta, bonus):
     return getattr(importlib.import_module("fla.ops"), name), rates
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-040
+@torch.compiler.disable # as its functions are
 def fla_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
     "`chunked_matrix_scan` by flash-linear-attention's kernels; read-outs in x.dtype, state in float32."
     kernel, rates = fla_kernel(k, log_decay, beta, bonus)
