@@ -13,6 +13,17 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def two_configurations_a_kernel():
+    "flash-linear-attention times all configurations of a kernel before it first runs it, for minutes; to be right, two will do."
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            from triton.runtime.autotuner import Autotuner
+            prune = Autotuner.prune_configs
+            patch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
+        yield
+
+
 def pytest_collection_modifyitems(config, items):
     "Skip what this machine cannot run (`cuda`), and what takes more than a minute unless it is asked for (`-m slow`)."
     wants_slow = "slow" in config.getoption("-m") or os.environ.get("LONGHORN_SLOW")

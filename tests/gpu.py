@@ -19,8 +19,6 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 FILES = ("test_triton_portable.py", "test_triton_fast.py", "test_triton_composes.py", "test_op.py", "test_decode.py",
          "test_short_conv.py", "test_matrix.py", "test_models_cuda.py")
 BIG = re.compile("two_to_the_31")
-TUNED = re.compile(r"on_a_gpu\[|test_gpu_\w+\[(gla|hgrn2|retnet|mamba2|rwkv|deltanet|gated)")  # flash-linear-attention measures
-MINUTES = 20  # at most for one test: that measuring takes minutes where cores are shared
 
 
 def pytest(*arguments, stdout=subprocess.PIPE, **options):
@@ -38,16 +36,6 @@ def collect(rest):
     return [n for n in names if not BIG.search(n)], [n for n in names if BIG.search(n)]
 
 
-def shared_out(names, n):
-    "The tests in n lists that should take about as long; the slow ones first."
-    shares, loads = [[] for _ in range(n)], [0] * n
-    for name in sorted(names, key=lambda name: not TUNED.search(name)):
-        i = loads.index(min(loads))
-        shares[i].append(name)
-        loads[i] += 25 if TUNED.search(name) else 1
-    return [share for share in shares if share]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=max(1, min(12, (os.cpu_count() or 2) // 2)))
@@ -56,9 +44,9 @@ def main():
     start, logs = time.time(), args.logs or pathlib.Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     small, big = collect(rest)
-    shares = shared_out(small, args.n)
-    report, failed = ("--durations=3", "--tb=short", f"--timeout={60 * MINUTES}"), 0
-    env = os.environ | dict(OMP_NUM_THREADS="1", TRITON_CACHE_AUTOTUNING="1")
+    shares = [share for i in range(args.n) if (share := small[i :: args.n])]
+    report, failed = ("--durations=3", "--tb=short"), 0
+    env = os.environ | dict(OMP_NUM_THREADS="1")
     files = [open(logs / f"{i}.txt", "w+") for i in range(len(shares))]
     running = [pytest("-v", *report, *share, env=env, stdout=file) for share, file in zip(shares, files)]
     codes = [process.wait() for process in running]
