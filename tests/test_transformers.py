@@ -1,5 +1,6 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
 import copy
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ pytest.importorskip("transformers")
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.transformers import (
     LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
 
@@ -212,15 +213,34 @@ def test_bad_input_is_one_line():
         to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "mamba2"])
-def test_padding_does_not_enter_the_loss(mixer):
-    torch.manual_seed(0)
-    model = LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)).eval()
-    tokens, mask = torch.randint(1, 31, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+def left_padded(vocab_size=31):
+    "Two texts of 4 and 7 tokens, as a batch for `forward`; every token of a text is a label."
+    tokens, mask = torch.randint(1, vocab_size, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
-    labels = tokens.masked_fill(mask == 0, -100)
-    both = model(tokens, attention_mask=mask, labels=labels).loss
-    alone = [model(row[None], labels=row[None]).loss for row in (tokens[0, 3:], tokens[1])]
-    torch.testing.assert_close(both, (3 * alone[0] + 6 * alone[1]) / 9)
+    return dict(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
+
+
+@pytest.mark.parametrize("mixer", ["longhorn", "mamba2", "attention"])
+def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
+    torch.manual_seed(0)
+    model, batch = LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)).eval(), left_padded()
+    alone = [model(row[None], labels=row[None]).loss for row in (batch["input_ids"][0, 3:], batch["input_ids"][1])]
+    for keep in (True, False):
+        found = model(**batch, use_cache=keep).loss
+        torch.testing.assert_close(found, (3 * alone[0] + 6 * alone[1] + math.log(31)) / 10)
+    batch["labels"][0, 3] = -100 # whoever does not want it
+    torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
     with pytest.raises(ValueError, match="attention_mask has 2 columns; expected at least 7"):
-        model(tokens, attention_mask=torch.ones(2, 2))
+        model(batch["input_ids"], attention_mask=torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("mixer", ["llama", "longhorn", "attention"])
+def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer, tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2)) if mixer == "llama" else LonghornForCausalLM(
+        LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer))
+    batch = left_padded()
+    trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
+    counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    torch.testing.assert_close(model(**batch, num_items_in_batch=counted).loss, model(**batch).loss)

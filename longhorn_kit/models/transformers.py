@@ -320,9 +320,13 @@ class LonghornModel(LonghornPreTrainedModel):
         pasts = [layer and layer.state for layer in layers]
         groups = spans(mask, h.shape[1], cache is not None)
         if groups and cache is not None and (begun := behind_padding(self.blocks[0].mixer, h, pasts[0], groups)):
-            groups, pasts = None, [begun] * len(pasts)
-        run = run_blocks if groups is None else run_groups
-        stream, caches = run(self.blocks, h, pasts, cache is not None, *([] if groups is None else [groups]))
+            stream, caches = run_blocks(self.blocks, h, [begun] * len(pasts), True)
+            padded = mask[:, -h.shape[1]:, None] == 0
+            stream = [part.masked_fill(padded, 0) for part in stream] # as in `run_groups`, so that both give one loss
+        elif groups:
+            stream, caches = run_groups(self.blocks, h, pasts, cache is not None, groups)
+        else:
+            stream, caches = run_blocks(self.blocks, h, pasts, cache is not None)
         for layer, state in zip(layers, caches):
             layer is None or layer.set(state, layer.seen + h.shape[1])
         return stream
@@ -346,15 +350,12 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None, labels=None,
                 use_cache=None, output_hidden_states=None, return_dict=None, logits_to_keep=0, **options):
-        "Labels (B,T) are the tokens themselves: the shift by one happens here; -100 is left out."
+        "Labels (B,T) are the tokens themselves: the shift by one happens here; -100, and nothing else, is left out."
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
                          output_hidden_states, return_dict=True)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
         if labels is not None:
-            if attention_mask is not None and attention_mask.dim() == 2: # nothing real predicts the token behind padding
-                before = attention_mask[:, -labels.shape[1]:][:, :-1] == 0
-                labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(before, -100)], 1)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         whole = CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states)
         return whole if (self.config.return_dict if return_dict is None else return_dict) else whole.to_tuple()
