@@ -519,6 +519,28 @@ def test_parts_count_by_the_targets_that_they_have(chunk):
     assert np.allclose(losses(1), losses(4), rtol=1e-4)
 
 
+class Sparse(Sampler):
+    "A sampler with targets in the first row of every other batch of 4 rows, and in no other row."
+
+    def next_batch(self):
+        row = self.drawn + torch.arange(self.batch_size)[:, None]
+        inputs, targets = super().next_batch()
+        return inputs, targets.masked_fill(row % 8 > 0, -100)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_a_part_without_targets_adds_nothing(chunk):
+    def trained(accumulate):
+        config = dataclasses.replace(CONFIG, steps=6, warmup=2, accumulate=accumulate, loss_chunk=chunk)
+        model = language_model()
+        sampler = Sparse(TOKENS, config.context, config.batch_size // accumulate, config.seed)
+        return [line["loss"] for line in train(model, sampler, None, config, quiet=True)["history"]], model
+    (whole, one), (parts, other) = trained(1), trained(4)
+    assert whole[1::2] == parts[1::2] == [0, 0, 0] and np.allclose(whole, parts, rtol=1e-4) and min(whole[::2]) > 0
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+
+
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
     result = train(

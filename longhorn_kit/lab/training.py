@@ -343,7 +343,7 @@ def part_weights(
     "What the mean loss of each part counts (parts,), 1 on average: its share of all processes' targets."
     counts = torch.stack([(targets != -100).sum() for targets in parts]).float()
     total = accelerator.reduce(counts.sum(), "sum") # a tensor: nothing waits for the device
-    return counts * (len(parts) * accelerator.num_processes) / total
+    return counts * (len(parts) * accelerator.num_processes) / total.clamp(min=1)
 
 def train_step(
     run, # Run
@@ -357,7 +357,8 @@ def train_step(
     weights = part_weights([targets for _, targets in batches], accelerator)
     for (inputs, targets), weight in zip(batches, weights):
         with accelerator.accumulate(run.model):
-            loss = run.model(inputs, targets) * weight
+            loss = run.model(inputs, targets)
+            loss = torch.where(weight > 0, loss, 0) * weight # a mean over no target is not a number
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
