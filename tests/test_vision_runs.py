@@ -1,13 +1,16 @@
 """Vision runs: data from four sources, corrupt images, resume, whole-set accuracy, the comparison and its record."""
 import io
 import json
+import os
 import tarfile
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from longhorn_kit import cli
 from longhorn_kit.lab import vision_runs as lab
 from longhorn_kit.lab.vision_runs import (
     CompareConfig, FitConfig, ImageSet, VISION_PRESETS, fit, open_data, train_vision, vision_config)
@@ -330,15 +333,64 @@ def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
         lab.gpu_record(parts[:1], tmp_path / "none.json")
 
 
-def test_a_comparison_with_a_failed_run_is_not_finished(tmp_path, monkeypatch):
-    part, written = {"failed": ["deit, seed 1"]}, []
+@pytest.fixture
+def small_gpu_run(monkeypatch):
+    "`lab.run` at scale gpu, on a CPU and without training; returns the models that cannot be trained."
+    broken = set()
+    def one_run(name, size, seed, *rest):
+        if name in broken:
+            raise RuntimeError("out of luck\nat some place")
+        return {"model": name, "seed": seed, "parameters": 1, "settings": {"epochs": 1}, "top1": 0.5, "top5": 0.9, "loss": 1.0,
+                "steps": 1, "curve": [(1, 1.0, 0.5)], "seconds": 1.0, "images_per_second": 1.0}
+    sets = tuple(ImageSet(part.images[:4], part.labels[:4]) for part in lab.digits())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(lab, "gpu_worker", lambda *args, **options: part)
-    monkeypatch.setattr(lab, "gpu_record", lambda found, path: written.append((found, path.name)))
+    monkeypatch.setattr(lab, "environment", lambda: {})
+    monkeypatch.setattr(lab, "cifar10", lambda data: sets)
+    monkeypatch.setattr(lab, "time_epoch", lambda *a, **b: 1.0)
+    monkeypatch.setattr(lab, "one_run", one_run)
+    monkeypatch.setattr(lab, "gpu_worker", partial(lab.gpu_worker, device="cpu"))
+    return broken
+
+
+def test_a_comparison_with_failed_runs_is_never_finished(tmp_path, monkeypatch, capsys, small_gpu_run):
+    small_gpu_run.add("mamba")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "vision" / "gpu"
+    for attempt in range(3): # the third finds that there were two
+        assert cli.main(["reproduce", "vision", "--scale", "gpu"]) == 1
+        told = capsys.readouterr().err
+        assert "vision: not finished: mamba, seed 0; mamba, seed 1; mamba, seed 2 (the same command" in told
+        assert "not done: vision (some of its runs are missing)" in told
+        assert json.loads((folder / "partial.json").read_text())["results"]["seeds"] == [0, 1, 2]
+        assert not (folder / "record.json").exists()
+    small_gpu_run.clear()
+    assert cli.main(["reproduce", "vision", "--scale", "gpu", "--fresh"]) == 0 and (folder / "record.json").exists()
+
+
+def test_a_later_call_has_its_own_time_for_what_failed(tmp_path, small_gpu_run):
+    small_gpu_run.add("deit")
     lab.run("gpu", tmp_path)
-    part["failed"] = []
-    lab.run("gpu", tmp_path)
-    assert written == [([part], "partial.json"), ([part], "record.json")]
+    os.utime(tmp_path / "board" / "start", (0, 0))
+    small_gpu_run.clear()
+    assert set(lab.run("gpu", tmp_path)["results"]["top1"]) == set(lab.MODELS) and (tmp_path / "record.json").exists()
+
+
+def test_without_any_run_there_is_no_record(tmp_path, capsys, small_gpu_run):
+    small_gpu_run.update(lab.MODELS)
+    with pytest.raises(ValueError, match="no run was finished"):
+        lab.run("gpu", tmp_path)
+    assert "vision: not finished: longhorn, seed 0; " in capsys.readouterr().err
+
+
+def test_a_measurement_that_failed_is_named_until_another_attempt_succeeds(tmp_path):
+    config = CompareConfig(models=("mamba",), seeds=(0,))
+    for fails, left in ((True, ["speeds, mamba"]), (False, [])):
+        attempts = lab.Attempts(tmp_path, 0)
+        with attempts.at("speeds, mamba"):
+            if fails:
+                raise RuntimeError
+        found = {"runs": [{"model": "mamba", "seed": 0}], "failed": lab.Attempts(tmp_path, 0).failed}
+        assert lab.unfinished(found, config) == left
 
 
 def test_a_job_gets_two_attempts(tmp_path):
@@ -347,4 +399,4 @@ def test_a_job_gets_two_attempts(tmp_path):
         assert attempts.may("job") == before
         with attempts.at("job"):
             raise RuntimeError("out of luck")
-    assert attempts.may("job") is None and attempts.failed == ["job", "job"]
+    assert attempts.may("job") is None and attempts.failed == ["job"]

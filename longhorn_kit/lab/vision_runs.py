@@ -11,7 +11,7 @@ __all__ = ['MODELS', 'DEITS', 'PIXELS', 'VISION_PRESETS', 'SETTINGS', 'SCALES', 
            'VisionConfig', 'VisionPreset', 'vision_config', 'Digits', 'Folder', 'HubData', 'Shards', 'open_data',
            'check_classes', 'Images', 'complain', 'loaders', 'validate', 'VisionRun', 'seed_epoch', 'train_epoch',
            'save_run', 'resume_run', 'train_vision', 'CompareConfig', 'settings_for', 'digits_cell', 'results_of',
-           'run', 'measured', 'gpu_record', 'comparisons', 'verdict', 'figures', 'tables']
+           'run', 'measured', 'unfinished', 'gpu_record', 'comparisons', 'verdict', 'figures', 'tables']
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-003
 import dataclasses, glob, io, json, math, os, random, sys, tarfile, time
@@ -513,12 +513,18 @@ class Attempts:
     "Jobs that may fail, also by ending the process: a second attempt is made without CUDA graphs, no third one."
 
     def __init__(self, board, worker):
-        self.path, self.failed = board / f"attempts-{worker}.jsonl", []
+        self.path = board / f"attempts-{worker}.jsonl"
 
     def may(self, job):
         "Number of earlier attempts; None when there were two."
-        before = sum(line["job"] == job for line in read_jsonl(self.path))
+        before = sum(line["job"] == job and "failed" not in line for line in read_jsonl(self.path))
         return before if before < 2 else None
+
+    @property
+    def failed(self):
+        "Jobs whose last attempt failed, whenever that was."
+        last = {line["job"]: "failed" in line for line in read_jsonl(self.path)}
+        return [job for job, failed in last.items() if failed]
 
     @contextmanager
     def at(self, job):
@@ -529,8 +535,9 @@ class Attempts:
         except OutOfTime as error:
             print(f"{job}: {error}", flush=True)
         except RuntimeError as error:
-            self.failed.append(job)
-            print(f"FAILED {job}: {str(error).splitlines()[0][:200]}", flush=True)
+            told = " ".join(str(error).split())[:200]
+            append_jsonl(self.path, {"job": job, "failed": told})
+            print(f"FAILED {job}: {told}", flush=True)
             if "CUDA error" in str(error): # nothing works in this process any more
                 sys.stdout.flush()
                 os._exit(75)
@@ -651,7 +658,7 @@ def gpu_worker(
     config = replace(config, epochs=plan_epochs(mine.board, worker, workers, seeds, end, most))
     print(f"{config.epochs} epochs a run", flush=True)
     mine.train_all(train, test, config, seeds, end)
-    mine.found["failed"] = mine.attempts.failed # this time: an earlier failure has had its second attempt
+    mine.found["failed"] = mine.attempts.failed
     mine.save()
     return mine.found
 
@@ -1179,13 +1186,17 @@ def run(
     config: CompareConfig | None = None, # other settings than those of the scale
     workers: int = 2,   # processes, on a CPU
 ) -> dict:
-    "Run the comparison, going on where an earlier run stopped; the record, in record.json unless a run failed."
+    "Run the comparison, going on where an earlier run stopped; the record, in record.json once it is complete."
     config, folder = config or settings_for(scale), Path(folder)
     if config.data != "digits":
         if not torch.cuda.is_available():
             raise ValueError("vision at scale gpu needs a GPU; --scale laptop runs on a CPU")
+        (folder / "board" / "start").unlink(missing_ok=True) # every call has its own time
         found = gpu_worker(config.data, folder / "worker.json", folder / "board", minutes=22, seeds=len(config.seeds))
-        return gpu_record([found], folder / ("partial.json" if found["failed"] else "record.json"))
+        if left := unfinished(found, config):
+            print(f"vision: not finished: {'; '.join(left)} (the same command tries each run twice, "
+                  "--fresh begins again)", file=sys.stderr)
+        return gpu_record([found], folder / ("partial.json" if left else "record.json"))
     digits() # so that a missing scikit-learn is told before processes are started
     grid = [(name, seed, config, folder / "cells") for seed in config.seeds for name in config.models]
     cells = side_by_side(digits_cell, grid, workers, "digits (model, seed)")
@@ -1211,12 +1222,23 @@ def measured(
     in_order = lambda table: {name: table[name] for name in (*MODELS, "deit, plain attention") if name in table}
     return {job: in_order(table) for job, table in tables.items() if table}
 
+def unfinished(
+    found: dict, # what `gpu_worker` returned
+    config: CompareConfig,
+) -> list[str]:
+    "The runs that are not done, and what else has failed."
+    done = {(cell["model"], cell["seed"]) for cell in found["runs"]}
+    runs = [f"{name}, seed {seed}" for seed in config.seeds for name in config.models if (name, seed) not in done]
+    return runs + [job for job in found["failed"] if job not in runs]
+
 def gpu_record(
     parts: list[dict],  # what every worker wrote
     path: str | Path,   # file for the record
 ) -> dict:
     "One record of all workers' results."
     cells = [cell for part in parts for cell in part["runs"]]
+    if not cells:
+        raise ValueError("no run was finished")
     extras, there = measured(parts), [name for name in MODELS if any(cell["model"] == name for cell in cells)]
     same = {key: value for key, value in cells[0]["settings"].items() if key != "seed"}
     seeds = sorted({cell["seed"] for cell in cells})
