@@ -129,8 +129,8 @@ class Results:
         "Read the file again if it has grown; self."
         size = self.path.stat().st_size if self.path.exists() else 0
         if size != self.size:
-            rows = read_jsonl(self.path) # of an older grid with their whole curves
-            rows = [row if "late_accuracy" in row else shortened(row) for row in rows]
+            whole = lambda row: "curve" in row and "late_accuracy" not in row # of an older recall grid
+            rows = [shortened(row) if whole(row) else row for row in read_jsonl(self.path)]
             self.found = {key_of(row["settings"]): row for row in rows}
             self.size = size
         return self
