@@ -37,7 +37,7 @@ TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
 SELECTIVE = ("s6", "s6_timed", "decoupled")   # run by the fast kernels of the diagonal form
-OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
+OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
 def record(launcher):
@@ -140,15 +140,9 @@ def loop_count(launch, built):
     return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
 
 
-def fused(built):
-    "What made the operands of the fused multiply-adds, and how often: of a sum of two products either can be fused, and bits depend on which."
-    lines = re.findall(r"^\s*(?:@!?%p\d+ )?(\w[\w.:]*)\s+(\{[^}]*\}|%\w+), *(.*);", built.asm["ptx"], re.M)
-    made = {}
-    for op, to, _ in lines:
-        for register in re.findall(r"%\w+", to):
-            made.setdefault(register, op.split(".")[0])
-    return collections.Counter(tuple(made.get(r) for r in re.findall(r"%\w+|0f\w+", given))
-                               for op, _, given in lines if op.startswith("fma.rn.f32"))
+def roundings(built):
+    "The PTX's sums, products and fused multiply-adds of floats, counted; those without `.rn` the assembler may fuse, or not."
+    return collections.Counter(re.findall(r"\b((?:fma|mul|add|sub)(?:\.\w+)*\.f32(?:x2)?)\b", built.asm.get("ptx", "")))
 
 
 def unwaited(built):
@@ -305,7 +299,8 @@ def main():
                     continue
                 built, used = build(launch, target)
                 row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used,
-                           unwaited=unwaited(built), narrow=narrow(built), nan=nan(built))
+                           unwaited=unwaited(built), narrow=narrow(built), nan=nan(built),
+                           loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
                 if args.out and not target.startswith("gfx"):
                     row["instructions_per_step"] = loop_count(launch, built)
                 rows.append(row)

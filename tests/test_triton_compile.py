@@ -63,6 +63,7 @@ def assert_bounded(rows):
         bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
         assert all(map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)), (row, bound)
         assert row["unwaited"] == 0 and row["narrow"] == 0, row
+        assert row["loose"] == 0 or row["kernel"] in PORTABLE - {"_sum_kernel"}, row
 
 
 def test_fast_kernels_compile_and_keep_what_is_no_number():
@@ -164,21 +165,44 @@ for form, k, every in (("exact", new(65), 0), ("exact", half, 0), ("diagonal", n
     assert "s6 ones" in own and "N = 65" in own and len(log.splitlines()) == 4
 
 
-def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike():
-    said, _ = without_interpreter("-c", """
-import sys
+ALONE_AND_PACKED = """
+import itertools, sys
 sys.path.insert(0, "kernels")
-from aot import SELECTIVE, build, fast_launches, fused, torch
-def forward(form, **shape):
-    return fused(build(next(l for l in fast_launches(form, B=1, T=1280, **shape) if "fwd" in l[0].__name__), "sm_90")[0])
-for form in ("diagonal", "exact", *SELECTIVE):
-    for dtype, D in ((torch.bfloat16, 72), (torch.bfloat16, 33), (torch.float32, 64), (torch.float32, 5)):
-        keys = torch.bfloat16 if form == "exact" else None
-        alone, packed = (forward(form, D=D, dtype=dtype, keys=keys, packed=n) for n in (None, 3))
-        print(form, dtype, D, sum(alone.values()) > 0 and alone == packed)
+from aot import SELECTIVE, build, fast_launches, roundings, torch
+def versions(lengths, form, dtype, D, z):
+    keys = torch.bfloat16 if form == "exact" else None
+    for shape in [dict(T=T) for T in lengths] + [dict(T=2480, packed=6)]:
+        for launch in fast_launches(form, B=1, D=D, dtype=dtype, keys=keys, z=z, **shape):
+            yield (launch[0].__name__, launch[2].get("REVERSE")), launch
+FORMS = "diagonal", "exact", *SELECTIVE
+"""
+
+
+def test_no_launch_of_a_sequence_alone_or_of_packed_ones_lets_the_compiler_fuse():
+    said, _ = without_interpreter("-c", ALONE_AND_PACKED + """
+for case in itertools.product(FORMS, (torch.bfloat16, torch.float32), (72, 69), (True, False)):
+    for (name, _), launch in versions((1280, 867, 33, 1), *case):
+        print(*case, name, launch[2]["enable_fp_fusion"])
 """)
     lines = said.splitlines()
-    assert len(lines) == 20 and all(line.endswith("True") for line in lines), said
+    assert len(lines) > 40 * 5 * 3 and all(line.endswith("False") for line in lines), said
+
+
+@pytest.mark.parametrize("case", [
+    "torch.float32, 72, True", pytest.param("torch.bfloat16, 69, False", marks=pytest.mark.slow)])
+def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(case):
+    "The same operations, each with a rounding of its own in the PTX."
+    said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
+for form in FORMS:
+    found = {{}}
+    for kernel, launch in versions((1280, 33), form, {case}):
+        found.setdefault(kernel, []).append(roundings(build(launch, "sm_90")[0]))
+    for kernel, counts in found.items():
+        rounded = all(".rn" in operation for count in counts for operation in count)
+        print(form, kernel, len(counts) > 1 and rounded and all(count == counts[0] for count in counts))
+""")
+    lines = said.splitlines()
+    assert len(lines) == 4 * 7 + 3 and all(line.endswith("True") for line in lines), said
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():

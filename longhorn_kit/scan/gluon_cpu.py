@@ -77,6 +77,10 @@ class Interpreter:
     def maximum(self, a, b, propagate_nan=None):
         return (torch.fmax if propagate_nan is None else torch.maximum)(_block(a), _block(b))
 
+    def fma(self, a, b, c): # rounded once
+        a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
+        return _block((a * b + c).float())
+
     def sum(self, v, axis): return v.sum(axis)
     def reshape(self, v, shape): return v.reshape(shape)
     def permute(self, v, dims): return v.permute(dims)

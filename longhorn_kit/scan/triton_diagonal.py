@@ -128,6 +128,52 @@ def _stack8(v):
     b = gl.join(gl.join(v[1], v[5]), gl.join(v[3], v[7]))
     return gl.permute(gl.reshape(gl.join(a, b), [v[0].shape[0], v[0].shape[1], 8]), (2, 0, 1))
 
+# %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-035i
+@gluon.jit
+def _fnma(a, b, c):
+    # c - a b, rounded once.
+    return gl.fma(a * -1.0, b, c)
+
+
+@constexpr_function
+def _halvings(size):
+    return size.bit_length() - 1
+
+
+@gluon.jit
+def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
+    # Of v as (R, HELD, C) the tiles (R, C), in order. A lane holds all of them; nothing moves.
+    parts = (gl.reshape(v, [R, HELD, C]),)
+    for level in gl.static_range(_halvings(HELD)):
+        halves = ()
+        for i in gl.static_range(2 ** level):
+            first, second = gl.split(gl.permute(gl.reshape(parts[i], [R, 2, HELD // 2 ** (level + 1), C]), (0, 2, 3, 1)))
+            halves = halves + (first, second)
+        parts = halves
+    tiles = ()
+    for i in gl.static_range(HELD):
+        tiles = tiles + (gl.reshape(parts[i], [R, C]),)
+    return tiles
+
+
+@gluon.jit
+def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
+    # The sum of a b over what a lane holds: the middle dimension of (R, HELD, C).
+    a, b = gl.broadcast(a, b)
+    a_tiles = _held(a, R, HELD, C)
+    b_tiles = _held(b, R, HELD, C)
+    total = a_tiles[0] * b_tiles[0]
+    for i in gl.static_range(1, HELD):
+        total = gl.fma(a_tiles[i], b_tiles[i], total)
+    return total
+
+
+@gluon.jit
+def _adjacent(a, b, HELD: gl.constexpr):
+    # The sums of a b (R,C) over so many adjacent elements, which a lane holds: (R, C / HELD).
+    LEFT: gl.constexpr = a.shape[1] // HELD
+    return gl.reshape(_dot(a, b, a.shape[0] * LEFT, HELD, 1), [a.shape[0], LEFT])
+
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-035s
 class Rule(NamedTuple):
     "What a recurrence computes between the loads and stores of the kernels below, as functions compiled into them."
@@ -188,7 +234,7 @@ def _keys_in(k, q, a, sk, sq, sa, RULE: gl.constexpr):
 @gluon.jit
 def _rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
     # eps; `bias` comes times -log2(e).
-    return _reciprocal(1.0 + kk + gl.exp2(bias - LOG2E * b.to(gl.float32)))
+    return _reciprocal(1.0 + kk + gl.exp2(_fnma(LOG2E, b.to(gl.float32), bias)))
 
 
 @gluon.jit
@@ -199,15 +245,15 @@ def _itself(x, w):
 @gluon.jit
 def _next(S, k, eps, x, a):
     # Equation (1).
-    return S + (k * eps) * (x - k * S)
+    return gl.fma(k * eps, _fnma(k, S, x), S)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-037s
 @gluon.jit
-def _norm(k, LAYOUT: gl.constexpr, RULE: gl.constexpr):
-    # |k|^2 of every step as a column of a tile, where the rate needs it.
+def _norm(k, HELD: gl.constexpr, LAYOUT: gl.constexpr, RULE: gl.constexpr):
+    # |k|^2 of every step as a column of a tile, where the rate needs it; a lane holds so many adjacent keys.
     if RULE.normed:
         kf = k.to(gl.float32)
-        return gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, LAYOUT))[:, None]
+        return gl.convert_layout(gl.sum(_adjacent(kf, kf, HELD), 1), gl.SliceLayout(1, LAYOUT))[:, None]
     else:
         return 0.0
 
@@ -216,7 +262,7 @@ def _norm(k, LAYOUT: gl.constexpr, RULE: gl.constexpr):
 def _tile_in(x, b, k, q, a, bias, inside, sw, sx, sk, sq, sa, RULE: gl.constexpr, RAGGED_T: gl.constexpr):
     # What the steps of a chunk read, in float32.
     TILE: gl.constexpr = x.type.layout
-    w = RULE.rate(b, bias, _norm(k, TILE, RULE), inside, RAGGED_T)
+    w = RULE.rate(b, bias, _norm(k, 8, TILE, RULE), inside, RAGGED_T)
     sw.store(w)
     sx.store(RULE.enters(x.to(gl.float32), w))
     _keys_in(k, q, a, sk, sq, sa, RULE)
@@ -238,7 +284,7 @@ def _eight_steps(S, A, t0, sw, sx, sk, sq, sa, sy, RULE: gl.constexpr):
         x1 = sx.index(t0 + u).load(OVER_D)[None, :]
         S = RULE.step(S, kn, w1, x1, _rates_of(A, sa, t0 + u, OVER_N, RULE))
         qn = sq.index(t0 + u).load(OVER_N)[:, None]
-        ys = ys + (gl.sum(gl.reshape(qn * S, [NW, N // NW, BD]), 1),)
+        ys = ys + (_dot(qn, S, NW, N // NW, BD),)
     sy.store(_stack8(ys))
     return S
 
@@ -246,7 +292,7 @@ def _eight_steps(S, A, t0, sw, sx, sk, sq, sa, sy, RULE: gl.constexpr):
 @gluon.jit
 def _tile_out(sy, x, z, skip, out, offsets, mask, PARTS: gl.constexpr, HAS_Z: gl.constexpr, RAGGED: gl.constexpr):
     # Sum the parts of y, add the skip, gate, store.
-    y = gl.convert_layout(gl.sum(sy.load(PARTS), 1), x.type.layout) + skip * x.to(gl.float32)
+    y = gl.fma(skip, x.to(gl.float32), gl.convert_layout(gl.sum(sy.load(PARTS), 1), x.type.layout))
     if HAS_Z:
         zf = z.to(gl.float32)
         y = y * zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
@@ -380,14 +426,15 @@ def _alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.const
     OVER_N: gl.constexpr = gl.SliceLayout(1, G.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, G.type.layout)
     kn = sk.index(t).load(OVER_N)[:, None]
-    drive = sq.index(t).load(OVER_N)[:, None] * sd.index(t).load(OVER_D)[None, :]
+    qn = sq.index(t).load(OVER_N)[:, None]
+    d1 = sd.index(t).load(OVER_D)[None, :]
     fade = (kn * kn) * sw.index(t).load(OVER_D)[None, :]
-    P = P - fade * P
+    P = _fnma(fade, P, P)
     if REVERSE:
-        G = G + drive
-    G = G - fade * G
+        G = gl.fma(qn, d1, G)
+    G = _fnma(fade, G, G)
     if not REVERSE:
-        G = G + drive
+        G = gl.fma(qn, d1, G)
     return G, P
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-041s
@@ -471,7 +518,7 @@ def _diagonal_adjoint_kernel(
     if HAS_Z:
         zt = _load(z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
     for i in range(0, chunks):
-        kk = _norm(kt, TILE, RULE)
+        kk = _norm(kt, 8, TILE, RULE)
         drive = vt.to(gl.float32)
         if HAS_Z:
             zf = zt.to(gl.float32)
@@ -531,7 +578,7 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
         for u in gl.static_range(8):
             p = count - 1 - j - u if REVERSE else j + u
             gl.store(carry + (slot + p) * N * D + i, S, mask=inside & (j + u < count))
-            S = kept[u] * S + own[u]
+            S = gl.fma(kept[u], S, own[u])
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-045
 @constexpr_function
@@ -583,7 +630,7 @@ def _rate_again(v, em, kk, inside, RAGGED_T: gl.constexpr):
 @gluon.jit
 def _fall(fall, kG, xh):
     # The rest of (6).
-    return fall + xh * kG
+    return gl.fma(xh, kG, fall)
 
 
 @gluon.jit
@@ -591,7 +638,19 @@ def _next_at(S, A, t, sw, sx, sk, sa, RULE: gl.constexpr):
     # The same, with every operand read when it is needed.
     kn = sk.index(t).load(gl.SliceLayout(1, S.type.layout))[:, None]
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    return S + (kn * sw.index(t).load(OVER_D)[None, :]) * (sx.index(t).load(OVER_D)[None, :] - kn * S)
+    return gl.fma(kn * sw.index(t).load(OVER_D)[None, :], _fnma(kn, S, sx.index(t).load(OVER_D)[None, :]), S)
+
+
+@gluon.jit
+def _over_states(a, b):
+    # The sum of a b over the four states that a lane holds.
+    return _dot(a, b, b.shape[0] // 4, 4, b.shape[1])
+
+
+@gluon.jit
+def _over_channels(a, b):
+    # And over its four channels.
+    return _adjacent(a, b, 4)
 
 
 @gluon.jit
@@ -599,8 +658,6 @@ def _four_steps(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: gl.co
     # Four steps forward, their states kept in registers, then back with (2) to (4). A lane sums what it holds.
     # Every buffer is written once: before a second store the compiler puts a barrier.
     px, pe, py, pq0, pk0, pa0, pq1, pk1, pa1 = parts
-    N: gl.constexpr = S.shape[0]
-    BD: gl.constexpr = S.shape[1]
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     states = ()
@@ -609,7 +666,7 @@ def _four_steps(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: gl.co
         states = states + (S,)
         S = _next_at(S, A, t0 + u, sw, sx, sk, sa, RULE)
         if HAS_Z:
-            ys = ys + (gl.sum(gl.reshape(sq.index(t0 + u).load(OVER_N)[:, None] * S, [N // 4, 4, BD]), 1),)
+            ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
     if HAS_Z:
         py.store(_stack4(ys))
     vqs = ()
@@ -621,15 +678,15 @@ def _four_steps(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: gl.co
         Sp = states[3 - j]
         kn = sk.index(t).load(OVER_N)[:, None]
         g1 = sd.index(t).load(OVER_D)[None, :]
-        w = sh.index(t).load(OVER_D)[None, :] - kn * Sp         # x / 2 - k S, as in (6)
-        G = G + sq.index(t).load(OVER_N)[:, None] * g1
+        w = _fnma(kn, Sp, sh.index(t).load(OVER_D)[None, :])    # x / 2 - k S, as in (6)
+        G = gl.fma(sq.index(t).load(OVER_N)[:, None], g1, G)
         eG = sw.index(t).load(OVER_D)[None, :] * G
         ekG = kn * eG
-        vqs = vqs + (gl.sum(gl.reshape(S * g1, [N, BD // 4, 4]), 2),)
-        vxs = vxs + (gl.sum(gl.reshape(ekG, [N // 4, 4, BD]), 1),)
-        ves = ves + (gl.sum(gl.reshape(ekG * w, [N // 4, 4, BD]), 1),)
-        vks = vks + (gl.sum(gl.reshape(eG * w, [N, BD // 4, 4]), 2),)
-        G = G - kn * ekG
+        vqs = vqs + (_over_channels(S, g1),)
+        vxs = vxs + (_over_states(kn, eG),)
+        ves = ves + (_over_states(ekG, w),)
+        vks = vks + (_over_channels(eG, w),)
+        G = _fnma(kn, ekG, G)
         S = Sp
         if j == 1:
             pq1.store(_pair(vqs[1], vqs[0]))
@@ -796,7 +853,7 @@ def _diagonal_bwd_kernel(
         if HAS_BIAS:
             bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         kc = ck.load(SUMS)
-        kk = _norm(kc, TILE, RULE)
+        kk = _norm(kc, N * TD // 32, TILE, RULE)
         v = cb.load(TILE).to(gl.float32) + bi
         slope = RULE.slope(v)
         gf = cg.load(TILE).to(gl.float32)
@@ -807,7 +864,7 @@ def _diagonal_bwd_kernel(
             zf = cz.load(TILE).to(gl.float32)
             gate = _reciprocal(1.0 + _exp(gl.minimum(-zf, 80.0)))
             sd.store(gf * zf * gate)
-            sf.store(gf * gate * (1.0 + zf * (1.0 - gate)))
+            sf.store(gf * gate * gl.fma(zf, 1.0 - gate, 1.0))
         else:
             sd.store(gf)
         xf = cx.load(TILE).to(gl.float32)
@@ -863,10 +920,11 @@ def _diagonal_bwd_kernel(
             xh = sh4.index(1 - back).load(HALF)
             dy = sd4.index(1 - back).load(HALF)
             if HAS_Z:
-                y = gl.convert_layout(gl.sum(py.load(PARTS), 1), HALF) + TIMES * ds * xh
+                y = gl.fma(TIMES * ds, xh, gl.convert_layout(gl.sum(py.load(PARTS), 1), HALF))
                 _store(dz + o64, oO, y * sf4.index(1 - back).load(HALF), mO, RAGGED_T or RAGGED_D)
             kG = gl.convert_layout(gl.sum(px.load(PARTS), 1), HALF)
-            _store(dx + o64, oO, ds * dy + RULE.enters(kG, sw4.index(1 - back).load(HALF)), mO, RAGGED_T or RAGGED_D)
+            dx4 = gl.fma(ds, dy, RULE.enters(kG, sw4.index(1 - back).load(HALF)))
+            _store(dx + o64, oO, dx4, mO, RAGGED_T or RAGGED_D)
             fall = RULE.fall(gl.convert_layout(gl.sum(pe.load(PARTS), 1), HALF), kG, xh)
             w4 = sw4.index(1 - back).load(HALF)
             s4 = sm4.index(1 - back).load(HALF)
@@ -875,9 +933,10 @@ def _diagonal_bwd_kernel(
             if RAGGED_T and not RULE.normed:           # what a key of 0 does not stop
                 dv = gl.where(tO < left - c * C - t0, dv, 0.0)
             abi += dv
-            ads += dy * xh
+            ads = gl.fma(dy, xh, ads)
             if RULE.normed:
-                _store(drate + c.to(gl.int64) * C + t0, tR, gl.sum(fall * w4, 1), tR < left - c * C - t0, RAGGED_T)
+                share = gl.convert_layout(gl.sum(_adjacent(fall, w4, OD), 1), gl.SliceLayout(1, HALF))
+                _store(drate + c.to(gl.int64) * C + t0, tR, share, tR < left - c * C - t0, RAGGED_T)
             t64 = c.to(gl.int64) * (C * WIDTH * N) + t0 * WIDTH * N
             mQ = (tQ < left - c * C - t0)
             _store(dtok + t64 + N, oQ, dq0, mQ, RAGGED_T)
@@ -970,10 +1029,9 @@ def _wide_rate(b, x):
     return b if b.shape[-1] == x.shape[-1] else b.expand_as(x).contiguous()
 
 
-def _masked(p, steps, packed, x, vec):
-    # Whether steps past the end are masked. Of a sum of two products the compiler fuses either with the addition; in float32 and for
-    # odd widths it takes the other one where nothing is masked, and a sequence would not have the bits that it has among packed ones.
-    return packed or p.T % steps != 0 or vec == 1 or x.dtype == torch.float32
+def _masked(p, steps, packed):
+    # Whether steps past the end are masked.
+    return packed or p.T % steps != 0
 
 
 def _one_stride(D, *tensors):
@@ -992,12 +1050,13 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
         b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
         *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16,
-        REVERSE=reverse, HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=_masked(p, 8, packed, b, vec),
-        RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16)
+        REVERSE=reverse, HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=_masked(p, 8, packed),
+        RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16,
+        enable_fp_fusion=False)
     blocks = _cdiv(p.NP * p.D, 128)
     _diagonal_carry_kernel[(p.n_seq * blocks,)](
         carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP,
-        HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=packed, num_warps=4)
+        HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=packed, num_warps=4, enable_fp_fusion=False)
     return carry
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-052
@@ -1030,7 +1089,8 @@ def diagonal_forward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
         RULE=p.rule, VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
-        RAGGED_T=_masked(p, 16, packed, x, vec), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z),
+        num_warps=p.warps, enable_fp_fusion=False)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-054
@@ -1062,8 +1122,8 @@ def diagonal_backward(
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
         RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=p.width == 2 and _own_buffers(p.NP), SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 8, packed, x, vec), RAGGED_D=p.D % 32 != 0,
-        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
+        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
     dA = None if dA is None else dA[..., : p.N]
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
                     dinitial[..., : p.N].contiguous(), scalar, drate)

@@ -17,28 +17,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .triton_diagonal import (
-    LOG2E, _aligned, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store)
+from longhorn_kit.scan.triton_diagonal import (
+    LOG2E, _adjacent, _aligned, _at_most, _copy, _dot, _exp, _fnma, _held, _load, _mask, _reciprocal,
+    _rows_apart, _store)
 from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _collect
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
 @gluon.jit
 def _columns(M, R: gl.constexpr):
-    # The 16 columns of M (R,16), one register each: four halvings give them in bit-reversed order, the last loop sorts.
-    parts = (M,)
-    for level in gl.static_range(4):
-        halves = ()
-        for i in gl.static_range(2 ** level):
-            even, odd = gl.split(gl.reshape(parts[i], [R, 8 // (2 ** level), 2]))
-            if level == 3:
-                even = gl.reshape(even, [R])
-                odd = gl.reshape(odd, [R])
-            halves = halves + (even, odd)
-        parts = halves
+    # The 16 columns of M (R,16), one register each.
+    tiles = _held(M, R, 16, 1)
     columns = ()
     for j in gl.static_range(16):
-        columns = columns + (parts[(j & 1) * 8 + ((j >> 1) & 1) * 4 + ((j >> 2) & 1) * 2 + ((j >> 3) & 1)],)
+        columns = columns + (gl.reshape(tiles[j], [R]),)
     return columns
 
 
@@ -112,6 +104,14 @@ def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, 
     if R < BD:
         kk = gl.convert_layout(gl.reshape(gl.permute(gl.join(kk, kk), (2, 0, 1)), [BD, C]), MMA)
     return kk
+
+
+@gluon.jit
+def _over_steps(a, b):
+    # The sum of a b (C,BD) over the steps, of which a lane holds some.
+    HELD: gl.constexpr = a.shape[0] * a.shape[1] // 128
+    ROWS: gl.constexpr = a.shape[0] // HELD
+    return gl.sum(gl.reshape(_dot(a, b, 1, HELD, ROWS * a.shape[1]), [ROWS, a.shape[1]]), 0)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-028
 @gluon.jit(do_not_specialize=["T"])
@@ -205,7 +205,7 @@ def _exact_fwd_kernel(
     async_copy.wait_group(NS - 2)
     k0 = rk.index(0)
     k0T = k0.permute((1, 0)).load(RIGHT)
-    vn = bi - LOG2E * rb.index(0).permute((1, 0)).load(MMA).to(gl.float32)
+    vn = _fnma(LOG2E, rb.index(0).permute((1, 0)).load(MMA).to(gl.float32), bi)
     s_e.store(_reciprocal(_one_plus_square(k0T, BD, NW, MMA, LEFT) + gl.exp2(vn)))
     s_gram.store(mma_v2(k0.load(LEFT), k0T, zC))
     Y = zD
@@ -245,9 +245,9 @@ def _exact_fwd_kernel(
             QK = gl.where(causal, mma_v2(rq.index(here).load(LEFT), khT, zC), 0.0)
             qT = rq.index(after).permute((1, 0)).load(RIGHT)
             if HAS_SKIP:
-                Y += ds * rx.index(here).permute((1, 0)).load(MMA).to(gl.float32)
+                Y = gl.fma(ds, rx.index(here).permute((1, 0)).load(MMA).to(gl.float32), Y)
         gram_next = mma_v2(kn.load(LEFT), knT, zC)
-        vn = bi - LOG2E * bn.to(gl.float32)
+        vn = _fnma(LOG2E, bn.to(gl.float32), bi)
         if HAS_Z:
             zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
         if HAS_Z and N == 16:                          # one reciprocal serves the rate and the gate
@@ -269,7 +269,7 @@ def _exact_fwd_kernel(
                 rest = ()
                 for i in gl.static_range(C):
                     if i > j:
-                        rest = rest + (acc[i] - gram[i] * u,)
+                        rest = rest + (_fnma(gram[i], u, acc[i]),)
                     else:
                         rest = rest + (acc[i],)
                 acc = rest
@@ -468,7 +468,7 @@ def _exact_bwd_block(
         sq = rq.index(s)
         sS = rS.index(s)
         kf = sk.load(KEYS).to(gl.float32)
-        kk = gl.convert_layout(gl.sum(kf * kf, 1), gl.SliceLayout(1, TILE))[:, None]
+        kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[:, None]
         xf = rx.index(s).load(TILE).to(gl.float32)
         em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
         ea = 1.0 + kk + em
@@ -481,7 +481,7 @@ def _exact_bwd_block(
             inverse = _reciprocal(ea * eb)
             gate = inverse * ea
             s_e.store(inverse * eb)
-            s_f.store(dy * gate * (1.0 + zf * (1.0 - gate)))
+            s_f.store(dy * gate * gl.fma(zf, 1.0 - gate, 1.0))
             dy = dy * zf * gate
         else:
             s_e.store(_reciprocal(ea))
@@ -489,7 +489,7 @@ def _exact_bwd_block(
         dh, dl = _split(dy)
         d_high.store(dh)
         d_low.store(dl)
-        ads += gl.sum(dy * xf, 0)
+        ads += gl.convert_layout(_over_steps(dy, xf), gl.SliceLayout(0, TILE))
         kT = sk.permute((1, 0)).load(RIGHT)
         qT = sq.permute((1, 0)).load(RIGHT)
         s_gram.store(mma_v2(sk.load(LEFT), kT, zC))
@@ -525,11 +525,11 @@ def _exact_bwd_block(
                 nb = ()
                 for i in gl.static_range(C):
                     if i > j:
-                        na = na + (acc[i] - down[i] * u,)
+                        na = na + (_fnma(down[i], u, acc[i]),)
                     else:
                         na = na + (acc[i],)
                     if i < 15 - j:
-                        nb = nb + (bac[i] - up[i] * w,)
+                        nb = nb + (_fnma(up[i], w, bac[i]),)
                     else:
                         nb = nb + (bac[i],)
                 acc = na
@@ -604,13 +604,16 @@ def _exact_bwd_block(
         _store_rows(dtok + t64, oM, dK + minus, iM[:, None], left, all_states, RAGGED_T, False)
         o64 = c.to(gl.int64) * (C * D)
         W = s_w.permute((1, 0)).load(TILE)
-        dv = W * s_u.permute((1, 0)).load(TILE) * s_m.load(TILE)
+        WU = W * s_u.permute((1, 0)).load(TILE)
+        em = s_m.load(TILE)
+        dv = WU * em
         _store_rows(db + o64, oT, dv, tT[:, None], left, mD, RAGGED_T, RAGGED_D)
-        abi += gl.sum(dv, 0)
-        _store_rows(dx + o64, oT, ds * s_dy.load(TILE) + W, tT[:, None], left, mD, RAGGED_T, RAGGED_D)
+        abi += gl.convert_layout(_over_steps(WU, em), gl.SliceLayout(0, TILE))
+        _store_rows(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
         if HAS_Z:
             s_e.permute((1, 0)).store(Y)
-            _store_rows(dz + o64, oT, (s_e.load(TILE) + ds * s_x.load(TILE)) * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
+            y = gl.fma(ds, s_x.load(TILE), s_e.load(TILE))
+            _store_rows(dz + o64, oT, y * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
     gl.store(dbias + seq * D + dT, abi, mask=dT < D)
     gl.store(dskip + seq * D + dT, ads, mask=dT < D)
     _store(dh0 + seq * N * D, oS, G, mS, RAGGED_D)
@@ -719,7 +722,8 @@ def exact_forward(
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed, x, vec), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z), num_warps=p.warps)
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
+        num_warps=p.warps, enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
@@ -748,7 +752,7 @@ def exact_backward(
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed, x, vec), RAGGED_D=p.D % p.BD != 0,
-        NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1)
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0,
+        NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1, enable_fp_fusion=False)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)

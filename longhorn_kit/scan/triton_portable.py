@@ -705,7 +705,7 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
         block = max(1, 256 // p.NP)
         _sum_kernel[(_cdiv(p.rows, block), p.width)](
             dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
-            NP=p.NP, WIDTH=p.width, ROWS=block, num_warps=2)
+            NP=p.NP, WIDTH=p.width, ROWS=block, num_warps=2, enable_fp_fusion=False)
     if A is not None:
         dA = (dA.sum(0) if p.width == 2 else dA_t).to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db

@@ -11,8 +11,9 @@ from dataclasses import replace
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .triton_diagonal import (
-    LOG2E, Rule, _exp2, _itself, _pair, _rates_of, _reciprocal, _slope, _stack4, _weighed, diagonal_plan)
+from longhorn_kit.scan.triton_diagonal import (
+    LOG2E, Rule, _exp2, _fnma, _itself, _over_channels, _over_states, _pair, _rates_of, _reciprocal, _slope, _stack4,
+    _weighed, diagonal_plan)
 from .triton_portable import PortablePlan
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-011
@@ -24,10 +25,10 @@ def _log1p(e):
     # For 0 <= e <= 1: twice artanh(e / (2 + e)), the argument at most 1/3, by its series.
     s = e * _reciprocal(2.0 + e)
     s2 = s * s
-    series = 1.0 / 13.0 + s2 * (1.0 / 15.0)
+    series = gl.fma(s2, 1.0 / 15.0, 1.0 / 13.0)
     for i in gl.static_range(5):
-        series = 1.0 / (11.0 - 2.0 * i) + s2 * series
-    return 2.0 * s + 2.0 * s * (s2 * series)
+        series = gl.fma(s2, series, 1.0 / (11.0 - 2.0 * i))
+    return gl.fma(2.0 * s, s2 * series, 2.0 * s)
 
 
 @gluon.jit
@@ -51,7 +52,7 @@ def _s6_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _s6_next(S, k, w, x, a):
-    return _exp2(w * a) * S + k * x
+    return gl.fma(_exp2(w * a), S, k * x)
 
 
 @gluon.jit
@@ -66,26 +67,26 @@ def _loaded_next(S, A, t, sw, sx, sk, sa, RULE: gl.constexpr):
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-019
 @gluon.jit
 def _driven(t, sw, sd, sk, sq, OVER_N: gl.constexpr, OVER_D: gl.constexpr):
-    # Key, w and what drives the state or the adjoint at step t.
+    # Key, w and the two factors of what drives the state or the adjoint at step t.
     kn = sk.index(t).load(OVER_N)[:, None]
     w = sw.index(t).load(OVER_D)[None, :]
-    return kn, w, sq.index(t).load(OVER_N)[:, None] * sd.index(t).load(OVER_D)[None, :]
+    return kn, w, sq.index(t).load(OVER_N)[:, None], sd.index(t).load(OVER_D)[None, :]
 
 
 @gluon.jit
 def _s6_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.constexpr):
     OVER_N: gl.constexpr = gl.SliceLayout(1, G.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, G.type.layout)
-    kn, w, drive = _driven(t, sw, sd, sk, sq, OVER_N, OVER_D)
+    kn, w, qn, d1 = _driven(t, sw, sd, sk, sq, OVER_N, OVER_D)
     gate = _exp2(w * _rates_of(A, sa, t, OVER_N, RULE))
     if RULE.fixed:
         P = P + w                                      # the sum of Delta: the kernel makes the product of gates of it
     else:
         P = gate * P
     if REVERSE:
-        G = gate * (G + drive)
+        G = gate * gl.fma(qn, d1, G)
     else:
-        G = gate * G + drive
+        G = gl.fma(gate, G, qn * d1)
     return G, P
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-017
@@ -96,35 +97,24 @@ def _own_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _own_next(S, k, w, x, a):
-    return S + (k * _reciprocal(w + k * k)) * (x - k * S)
+    return gl.fma(k * _reciprocal(gl.fma(k, k, w)), _fnma(k, S, x), S)
 
 
 @gluon.jit
 def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.constexpr):
     OVER_N: gl.constexpr = gl.SliceLayout(1, G.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, G.type.layout)
-    kn, w, drive = _driven(t, sw, sd, sk, sq, OVER_N, OVER_D)
-    e = _reciprocal(w + kn * kn)
-    gate = 1.0 - kn * kn * e
+    kn, w, qn, d1 = _driven(t, sw, sd, sk, sq, OVER_N, OVER_D)
+    e = _reciprocal(gl.fma(kn, kn, w))
+    gate = _fnma(kn * kn, e, 1.0)
     P = gate * P
     if REVERSE:
-        G = gate * (G + drive)
+        G = gate * gl.fma(qn, d1, G)
     else:
-        G = gate * G + e * drive
+        G = gl.fma(gate, G, e * (qn * d1))
     return G, P
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-021
-@gluon.jit
-def _over_channels(v):
-    N: gl.constexpr = v.shape[0]
-    return gl.sum(gl.reshape(v, [N, v.shape[1] // 4, 4]), 2)
-
-
-@gluon.jit
-def _over_states(v):
-    return gl.sum(gl.reshape(v, [v.shape[0] // 4, 4, v.shape[1]]), 1)
-
-
 @gluon.jit
 def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: gl.constexpr, RULE: gl.constexpr):
     # Four steps forward, the states before them kept in registers, then back. A lane sums what it holds.
@@ -141,8 +131,8 @@ def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: g
         states = states + (S,)
         S = RULE.step(S, kn, w, x, _rates_of(A, sa, t0 + u, OVER_N, RULE))
         if HAS_Z:
-            ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None] * S),)
-        vqs = vqs + (_over_channels(S * sd.index(t0 + u).load(OVER_D)[None, :]),)
+            ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
+        vqs = vqs + (_over_channels(S, sd.index(t0 + u).load(OVER_D)[None, :]),)
     if HAS_Z:
         py.store(_stack4(ys))
     pq0.store(_pair(vqs[0], vqs[1]))
@@ -157,28 +147,29 @@ def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: g
         kn = sk.index(t).load(OVER_N)[:, None]
         w = sw.index(t).load(OVER_D)[None, :]
         x = sx.index(t).load(OVER_D)[None, :]
-        G = G + sq.index(t).load(OVER_N)[:, None] * sd.index(t).load(OVER_D)[None, :]
+        G = gl.fma(sq.index(t).load(OVER_N)[:, None], sd.index(t).load(OVER_D)[None, :], G)
         if RULE.fixed or RULE.timed:
             rates = _rates_of(A, sa, t, OVER_N, RULE)
-            vxs = vxs + (_over_states(kn * G),)
-            vks = vks + (_over_channels(G * x),)
+            vxs = vxs + (_over_states(kn, G),)
+            vks = vks + (_over_channels(G, x),)
             G = _exp2(w * rates) * G
             GS = G * Sp
-            ves = ves + (_over_states(GS * rates),)
+            ves = ves + (_over_states(rates, GS),)
             if RULE.timed:
-                vas = vas + (_over_channels(GS * w),)
+                vas = vas + (_over_channels(GS, w),)
             else:
-                dA = dA + GS * w
+                dA = gl.fma(GS, w, dA)
         else:
-            e = _reciprocal(w + kn * kn)
-            r = x - kn * Sp
+            e = _reciprocal(gl.fma(kn, kn, w))
+            r = _fnma(kn, Sp, x)
             eG = e * G
             ekG = kn * eG
-            fall = (e * ekG) * r
-            vxs = vxs + (_over_states(ekG),)
-            ves = ves + (_over_states(fall),)
-            vks = vks + (_over_channels(eG * (2.0 * r - x) - (2.0 * kn) * fall),)
-            G = G - kn * ekG
+            eekG = e * ekG
+            vxs = vxs + (_over_states(kn, eG),)
+            ves = ves + (_over_states(eekG, r),)
+            vk = _fnma(2.0 * kn, eekG * r, eG * gl.fma(r, 2.0, x * -1.0))
+            vks = vks + (gl.sum(gl.reshape(vk, [vk.shape[0], vk.shape[1] // 4, 4]), 2),)
+            G = _fnma(kn, ekG, G)
         if j == 1:
             pk1.store(_pair(vks[1], vks[0]))
             if RULE.timed:
@@ -204,7 +195,7 @@ def _s6_rate_again(v, slope, kk, inside, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _s6_fall(fall, kG, x):
-    return LN2 * fall + x * kG
+    return gl.fma(x, kG, LN2 * fall)
 
 
 @gluon.jit
