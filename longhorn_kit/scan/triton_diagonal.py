@@ -964,7 +964,8 @@ def _segment_steps(B, T, D, NP, direction):
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        few, steps = B * D < 98304, 256 if B * D < 32768 else 128
+        programs, wave = B * D // 32, 1056         # an H200 runs so many at a time, and a last, thin wave takes as long
+        few, steps = B * D < 49152 or programs < 0.77 * wave * _cdiv(programs, wave), 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
     return steps if few and (B == 1 or T > steps) else 0
