@@ -1,17 +1,16 @@
 """Every baseline against an independent implementation on shared weights, outputs and all gradients: mamba.py and
 transformers for the Mambas, flash-linear-attention's naive operations for the matrix states, a plain softmax with
 complex rotations for attention."""
-import importlib.util
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mambapy.mamba import MambaBlock, MambaConfig
 
+from fla_files import naive
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
 from longhorn_kit.models.baselines import Attention, Mamba, MambaInputA, default_heads, mask_options, rotate
@@ -135,19 +134,6 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 
 
 # The matrix mixers ---------------------------------------------------------------------------------------------
-
-@cache
-def naive(path, name):
-    "A function of flash-linear-attention's plain PyTorch files; importing the package itself takes seconds."
-    spec = importlib.util.find_spec("fla")
-    if spec is None:
-        pytest.skip("needs flash-linear-attention (the extra fla)")
-    file = Path(spec.origin).parent / "ops" / f"{path}.py"
-    spec = importlib.util.spec_from_file_location("naive_" + path.replace("/", "_"), file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
 
 def split(t, heads, *sizes):
     "(B,T,C) -> pieces (B,T,H,F) of these sizes a head."

@@ -1,9 +1,7 @@
 """Matrix states: chunks against the loop in float64, the loop against flash-linear-attention's naive operations."""
 import ast
-import importlib.util
 import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fla_files import naive, ops_folder
 from longhorn_kit.scan import matrix
 from longhorn_kit.scan.matrix import chunked_matrix_scan, matrix_scan, matrix_step
 
@@ -35,17 +34,6 @@ def with_gradients(t, backend):
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
     y, S = matrix_scan(**leaves, output_final_state=True, backend=backend)
     return y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), list(leaves.values()))
-
-
-def naive(path, name):
-    "A function of flash-linear-attention's plain PyTorch files; importing the package itself takes seconds."
-    spec = importlib.util.find_spec("fla")
-    if spec is None:
-        pytest.skip("needs flash-linear-attention (the extra fla)")
-    spec = importlib.util.spec_from_file_location("naive_" + path.replace("/", "_"), Path(spec.origin).parent / "ops" / f"{path}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -178,11 +166,9 @@ SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_s
 
 
 def test_the_kernels_take_the_arguments_in_this_order():
-    spec = importlib.util.find_spec("fla")
-    if spec is None:
-        pytest.skip("needs flash-linear-attention (the extra fla)")
+    folders = ops_folder()
     for name, (folder, order) in SIGNATURES.items():
-        tree = ast.parse((Path(spec.origin).parent / "ops" / folder / "chunk.py").read_text())
+        tree = ast.parse((folders / folder / "chunk.py").read_text())
         function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
         names = [argument.arg for argument in function.args.args]
         assert names[: len(order.split())] == order.split(), name

@@ -1,12 +1,11 @@
 """The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
-import importlib.util
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
+from fla_files import naive
 from longhorn_kit.theory.objective import Objective
 from longhorn_kit.theory.zoo import (
     FAMILIES, GATED, SEPARATE, ZOO, discounted_weight, draw_gates, fading, gated_deltanet_step, gated_step,
@@ -98,20 +97,14 @@ def test_delta_rules_as_matrices():
 
 
 def test_rwkv7_is_that_of_flash_linear_attention():
-    spec = importlib.util.find_spec("fla")
-    if spec is None:
-        pytest.skip("needs flash-linear-attention (the extra fla)")
-    file = Path(spec.origin).parent / "ops/generalized_delta_rule/dplr/naive.py" # the package itself takes seconds to import
-    spec = importlib.util.spec_from_file_location("naive_dplr", file)
-    naive = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(naive)
     T, erased, r = 6, torch.nn.functional.normalize(draw(30, 6, N), dim=-1), draw(31, 6, N).sigmoid()
     log_w, keys, values = -math.exp(-0.5) * draw(32, T, N).sigmoid(), draw(33, T, N), draw(34, T, D) # as in fla.layers.rwkv7
     state = S
     for t in range(T):
         state = rwkv7_step(state, keys[t], values[t], log_w[t].exp(), erased[t], r[t])
     wide = lambda t: t[None, None].float()
-    _, theirs = naive.dplr_recurrence(wide(keys), wide(keys), wide(values), wide(-erased), wide(erased * r), wide(log_w), wide(S.T))
+    _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
+        wide(keys), wide(keys), wide(values), wide(-erased), wide(erased * r), wide(log_w), wide(S.T))
     assert torch.allclose(theirs[0, 0].T.double(), state, atol=1e-5)
 
 
