@@ -171,6 +171,11 @@ def errors_of(found, right):
     return {n: measure(found[n], r) if bool(found[n].isfinite().all()) else math.inf for n, r in right.items()}
 
 
+def shown(error, digits=2):
+    "An error for a record; None if it is infinite, which JSON cannot say."
+    return float(f"{error:.{digits}e}") if math.isfinite(error) else None
+
+
 class Wrong(Exception):
     "A scan of the kit differs from the reference."
 
@@ -330,13 +335,13 @@ def peer_rows(peer, args):
     lengths = (256, 512, 1024, T, 4096, 8192, 16384) if peer.name == "attention" and not INTERPRETED else (T,)
     for T_ in lengths:
         row = dict(section="peers", shape="S1" if T_ == T else f"S1, T={T_}", B=B, T=T_, D=D, N=16, peer=peer.name,
-                   does=peer.does, error=float(f"{max(errors.values()):.2e}"))
+                   does=peer.does, error=shown(max(errors.values())))
         if "out" not in bad:
             forward, backward = peer_calls(peer, (B, T_, D), args.seed)
             row["forward_ms"] = round(milliseconds(forward), 4)
             row["backward_ms"] = None if bad else round(milliseconds(backward), 4)
         if bad:
-            row["wrong"] = {n: float(f"{e:.1e}") if math.isfinite(e) else None for n, e in bad.items()}
+            row["wrong"] = {n: shown(e, 1) for n, e in bad.items()}
         yield row
 
 
@@ -473,12 +478,12 @@ def main(args, environment):
         **environment, seed=args.seed, seconds=round(time.monotonic() - start),
         measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs above 0.1 s); whole forward with "
                 "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch",
-        rates=rates, worst_error={n: float(f"{e:.2e}") for n, e in errors.items()}, left_out=left_out, wrong=bad,
+        rates=rates, worst_error={n: shown(e) for n, e in errors.items()}, left_out=left_out, wrong=bad,
         absent=[p.name for p in PEERS if not p.here], others_measured_before=anchors, rows=rows)
 
 
 def one_row_a_line(record):
     "JSON with a line for each row: small, and readable in a diff."
-    lines = ",\n".join("  " + json.dumps(row) for row in record["rows"])
+    lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in record["rows"])
     head = json.dumps({n: v for n, v in record.items() if n != "rows"}, indent=1)
     return f"{head[:-2]},\n \"rows\": [\n{lines}\n ]\n}}\n"

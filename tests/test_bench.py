@@ -1,9 +1,11 @@
 """The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs without a GPU."""
+import dataclasses
 import importlib
 import json
 import math
 import pathlib
 import sys
+import types
 
 import pytest
 import torch
@@ -159,6 +161,17 @@ def test_an_error_that_is_no_number_is_wrong():
     gpu = importlib.import_module("bench_gpu")
     errors = gpu.errors_of(dict(a=torch.tensor([math.nan])), dict(a=torch.ones(1)))
     assert gpu.wrong(errors, 1.0) == {"a": math.inf}
+
+
+@without_gpu
+def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
+    gpu = importlib.import_module("bench_gpu")
+    peer = next(p for p in gpu.PEERS if p.package == "torch")
+    monkeypatch.setattr(gpu, "INTERPRETED", True) # small
+    nothing = dataclasses.replace(peer, run=lambda **leaves: peer.run(**leaves) * math.nan)
+    row, *_ = gpu.peer_rows(nothing, types.SimpleNamespace(seed=0))
+    assert row["error"] is None and row["wrong"]["out"] is None and "forward_ms" not in row
+    assert json.loads(gpu.one_row_a_line(dict(seed=0, rows=[row])))["rows"] == [row]
 
 
 def test_the_tables_of_the_readme_are_what_the_records_say():
