@@ -189,15 +189,17 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/theory/02_closed_forms.ipynb": {"-11.1": lambda: -math.log(65504)}, # the largest number of float16
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
-        "21 %": lambda: small_memory("S1", "diagonal"), "17 %": lambda: small_memory("S2", "diagonal"),
+        "22 %": lambda: small_memory("S1", "diagonal"), "18 %": lambda: small_memory("S2", "diagonal"),
         "23 %": lambda: small_memory("S3", "diagonal")},
     "nbs/scan/14_triton_exact.ipynb": {
         "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
     "nbs/scan/16_speed.ipynb": {
-        "2.97 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1),
-        "1.17 times": lambda: against_plain("ragged", "S1, D=2044", "exact", 0),
-        "1.34 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 0),
-        "1.31 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
+        "3.06 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1),
+        "1.19 times": lambda: against_plain("ragged", "S1, D=2040", "exact", 1),
+        "1.26 times": lambda: against_plain("ragged", "S1, D=2044", "exact", 1),
+        "13 %": lambda: 100 * against_plain("ragged", "S1, D=2044", "exact", 0) - 100,
+        "1.38 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 0),
+        "1.30 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
 }
 GIVEN = { # page -> number as written -> why no record of ours holds it
     "nbs/lab/33_mqar_grid.ipynb": {"700 W": "what the maker of the H200 allows it to draw"},
@@ -246,8 +248,9 @@ def test_what_counts_as_stated(prose, found):
 def test_a_wrong_number_is_found(monkeypatch):
     page = "nbs/scan/16_speed.ipynb"
     prose, code, shown = page_cells(page)
-    monkeypatch.setitem(globals(), "page_cells", lambda page: (prose.replace("0.138 ms", "0.913 ms"), code, shown))
-    assert "0.138 ms" in prose and [written for written, _ in unsourced(page)] == ["0.913 ms"]
+    right = f"{kernel('main', 'S1', 's6')[1]:.3f} ms"
+    monkeypatch.setitem(globals(), "page_cells", lambda page: (prose.replace(right, "0.913 ms"), code, shown))
+    assert right in prose and [written for written, _ in unsourced(page)] == ["0.913 ms"]
 
 
 @pytest.mark.parametrize("form", ["exact", "diagonal"])
