@@ -299,3 +299,12 @@ def test_throughput_is_rehearsed_on_a_cpu(tmp_path, monkeypatch):
     assert throughput(tmp_path, **options)["rows"] == record["rows"]
     assert timing_jobs(("a", "b"), (1, 2), (False, True))[:4] == [
         {"mixer": m, "context": c, "compile": False} for c in (1, 2) for m in ("a", "b")]
+
+
+def test_curves_are_drawn_of_the_models_for_which_several_seeds_are_planned():
+    run = lambda mixer, seed: {"mixer": mixer, "seed": seed, "loss": {"all": 3.0, "docs": 3.0},
+                               "held_out": {"tokens": [1e6, 2e6], "docs": [4.0, 3.0], "all": [4.0, 3.0]}}
+    drawn = lambda jobs: [line.get_label() for line in language_grid.draw_curves(
+        {"settings": {"jobs": jobs}, "results": {"domains": {"docs": 1}, "runs": [run(*job) for job in jobs[:2]]}}).axes[0].get_lines()]
+    assert len(drawn([("attention", 0), ("retnet", 0), ("attention", 1)])) == 1
+    assert len(drawn([("attention", 0), ("retnet", 0)])) == 2

@@ -549,11 +549,11 @@ def models_in(
 def draw_curves(
     record: dict,
 ):
-    "Held-out loss against training tokens, a panel a domain."
+    "Held-out loss against training tokens, a panel a domain: the models of several seeds, or all if none has."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import label_ends, plot_seeds
-    domains, several = list(record["results"]["domains"]), lambda mixer: len(losses(record, mixer)) > 1
-    drawn = [mixer for mixer in models_in(record) if several(mixer)] or models_in(record)
+    domains, jobs = list(record["results"]["domains"]), [mixer for mixer, _ in record["settings"]["jobs"]]
+    drawn = [mixer for mixer in models_in(record) if jobs.count(mixer) > 1] or models_in(record)
     fig, axes = plt.subplots(len(domains), 1, figsize=(5.6, 3.1 * len(domains)), sharex=True, squeeze=False)
     for ax, domain in zip(axes[:, 0], domains):
         for mixer in drawn:
