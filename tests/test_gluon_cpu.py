@@ -85,6 +85,10 @@ CASES = [
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]
+# widths that are no multiple of a block: what two blocks have in common counts once, whichever way it begins in its vector of copies
+CASES += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
+    dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
+    dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
 CASES += [(form, case) for form in ("s6", "s6_timed", "decoupled") for case in (
     dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
     dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
@@ -115,6 +119,67 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads[3][0, 5, 3].isnan()
     assert not out[0, :, other].isnan().any() and not final[0, other].isnan().any()
     assert not any(grads[i][0, :, other].isnan().any() for i in (2, 3, 6))
+
+
+def exact_gradients(D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False):
+    "Of exact sequences of such lengths, packed or each alone; of D channels only some are given to the kernels."
+    gen = torch.Generator().manual_seed(0)
+    new = lambda *s, like=BF16: torch.randn(*s, generator=gen).to(like)
+    T, n, bounds = sum(lengths), len(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()
+    a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {name: new(1, T, D) for name in ("x", "b", "z", "dout")}
+    a |= dict(bias=new(D, like=FP32), skip=new(D, like=FP32))
+    a |= {name: new(n, D, 16, like=FP32).mT for name in ("initial", "dfinal")}             # channels last
+    changed(a)
+    a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
+
+    def run(tokens, which, cu=None):
+        t = {name: v if name in ("bias", "skip") else v[which].mT if name in ("initial", "dfinal") else v[:, tokens] for name, v in a.items()}
+        make = partial(triton_exact.exact_plan, *t["x"].shape, 16, None if cu is None else n, few=few)
+        inputs = [t[name] for name in ("q", "k", "x", "b", "bias", "skip", "z")]
+        _, _, kept = triton_exact.exact_forward(make(), *inputs, t["initial"], cu)
+        grads = triton_exact.exact_backward(make("backward"), t["dout"], t["dfinal"], kept, *inputs, cu)
+        return dict(zip(("q", "k", "x", "b", "bias", "skip", "z", "none", "initial"), grads))
+
+    with gluon_on_cpu():
+        if packed:
+            return run(slice(None), slice(None), torch.tensor(bounds, dtype=torch.int32))
+        return [run(slice(*ends), slice(i, i + 1)) for i, ends in enumerate(zip(bounds, bounds[1:])) if ends[0] < ends[1]]
+
+
+@pytest.mark.parametrize("D", (40, 47))
+def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
+    lengths = [0, 1, 15, 16, 17, 0, 48, 33]
+    packed, alone, some = exact_gradients(D, lengths, packed=True), exact_gradients(D, lengths), torch.tensor(lengths) > 0
+    for name in ("q", "k", "x", "b", "z"):
+        assert torch.equal(packed[name], torch.cat([one[name] for one in alone], 1)), name
+    assert torch.equal(packed["initial"][some], torch.cat([one["initial"] for one in alone]))
+    for name in ("bias", "skip"):
+        right = torch.zeros(len(lengths), D)
+        right[some] = torch.stack([one[name] for one in alone])
+        assert torch.equal(packed[name], right.sum(0)), name
+
+
+@pytest.mark.parametrize("D, few", ((40, False), (47, False), (40, True)))
+def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
+    "Of the whole width the last block writes last; of the first 32 channels no block begins early."
+    (whole,), (part,) = exact_gradients(D, [37], few), exact_gradients(D, [37], few, slice(32))
+    assert all(torch.equal(whole[name][..., :32], part[name]) for name in ("x", "b", "z", "bias", "skip"))
+    assert torch.equal(whole["initial"][:, :32], part["initial"])
+
+
+@pytest.mark.parametrize("D", (40, 47))
+@pytest.mark.parametrize("name, value", (("x", float("nan")), ("dout", float("inf")), ("initial", float("nan"))))
+def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, name, value):
+    "As in a width of whole blocks whose further channels are zeros."
+    def changed(a):
+        for t in a.values():
+            t[..., D:] = 0
+        a[name][0, 5, 20] = value
+    (ragged,), (whole,) = exact_gradients(64, [37], channels=slice(D), changed=changed), exact_gradients(64, [37], changed=changed)
+    for n in ("q", "k", "x", "b", "z", "bias", "skip"):
+        right = whole[n] if n in "qk" else whole[n][..., :D]
+        torch.testing.assert_close(ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert ragged["q"].isnan().any()
 
 
 @gluon.jit

@@ -56,6 +56,28 @@ def test_exact_at_ragged_ends(N):
     assert_close(errors(1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5), BF16)
 
 
+@pytest.mark.parametrize("D, N", ((2040, 16), (2044, 16), (2046, 16), (2047, 16), (2040, 32)))
+def test_exact_in_wide_blocks_of_ragged_widths(D, N):
+    "So many channels that a block has 32; the last begins early. Lengths of whole chunks and not, and run to run."
+    for T in (64, 67):
+        assert_close(errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
+    a, dout, dfinal = inputs(5, 67, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
+    (_, _, first), (_, _, second) = (kernels(a, dout, dfinal, "exact") for _ in range(2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("D", (8488, 8489))
+def test_packed_exact_in_wide_blocks_of_ragged_widths_is_bit_identical_to_alone(D):
+    bounds = [0, 1, 1, 16, 31, 47, 64, 64, 163]
+    a, dout, dfinal = inputs(1, 163, D, 16, "exact", dtype=BF16, sequences=8)
+    out, final, grads = kernels(a, dout, dfinal, "exact", bounds)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, "exact", i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], "exact")
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
+        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+        assert torch.equal(g["initial_state"], grads["initial_state"][i : i + 1]), i
+
+
 @pytest.mark.parametrize("N", (3, 17, 32, 40, 64, 100, 128))
 def test_parity_of_diagonal_with_more_states(N):
     "One segment and several, ragged in time and channels."
@@ -126,19 +148,20 @@ def test_gradients_repeat_bit_for_bit(form):
     assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
 
 
+@pytest.mark.parametrize("B, D", ((2, 40), (5, 2040)))
 @pytest.mark.parametrize("form", FORMS)
-def test_what_lies_around_its_memory_does_not_matter(form, monkeypatch):
+def test_what_lies_around_its_memory_does_not_matter(form, B, D, monkeypatch):
     empty = torch.empty
     def poisoned(*size, **options):
         t = empty(*size, **options)
         return t.fill_(float("nan")) if t.is_floating_point() else t
-    a, dout, dfinal = inputs(2, 43, 40, 13, form, dtype=BF16)
+    a, dout, dfinal = inputs(B, 43, D, 13, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
     monkeypatch.setattr(torch, "empty", poisoned)
     inside = {}
     for n in ("x", "b", "z"):
-        big = poisoned(2, 50, 56, device=DEVICE, dtype=BF16)
-        inside[n] = big[:, 3:46, 8:48].copy_(a[n])
+        big = poisoned(B, 50, D + 16, device=DEVICE, dtype=BF16)
+        inside[n] = big[:, 3:46, 8 : D + 8].copy_(a[n])
     got = kernels({**a, **inside}, dout, dfinal, form)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])

@@ -55,7 +55,7 @@ class Shared:
 # %% ../../nbs/scan/12_triton_primer.ipynb #12_triton_primer-023f
 class Interpreter:
     "What `gl`, `async_copy` and `mma_v2` are to one program of a Gluon kernel, in PyTorch."
-    int32, int64, float32, bfloat16, float16 = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16
+    int16, int32, int64, float32, bfloat16, float16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16
     static_range = range
     exp2, where, broadcast = map(staticmethod, (torch.exp2, torch.where, torch.broadcast_tensors))
 
@@ -91,6 +91,8 @@ class Interpreter:
     def allocate_shared_memory(self, dtype, shape, layout): return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
+        if "and" in asm:
+            return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()
         if "rcp" in asm:
             return 1 / v

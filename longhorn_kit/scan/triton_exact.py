@@ -73,6 +73,12 @@ def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
 
 
 @gluon.jit
+def _and(v, mask):
+    # v (bfloat16) where the bits of the mask (int16) are 1, and 0 where they are 0, whatever v is; two elements at once.
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
     # (batch, first row in the batch, first row of all, length, first checkpoint); every sequence has one extra checkpoint.
     if PACKED:
@@ -316,13 +322,13 @@ def _exact_fwd_kernel(
     _store(hT + seq * N * D, oS, S, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-030
-@gluon.jit
-def _exact_bwd_block(
-        pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
+@gluon.jit(do_not_specialize=["T"])
+def _exact_bwd_kernel(
+        x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # Chunks from the last to the first; both substitutions (U forwards, W backwards) run side by side.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
@@ -347,16 +353,21 @@ def _exact_bwd_block(
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    seq = (gl.program_id(0) // ND).to(gl.int64)
+    pid = gl.program_id(0)
+    seq = (pid // ND).to(gl.int64)
+    pd = pid % ND
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
-    dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
+    # Channels that the last block of a ragged width shares with the one before are computed twice, with the same bits, and stored
+    # by both; only sums over channels must have them once.
+    d0 = _first_channel(pd, DV, BD, VEC) if RAGGED_D else pd * BD
+    dT = d0 + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
     oT = tT[:, None] * D + dT[None, :]
     mD = dT[None, :] < D
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
-    dC = (pd * BD + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
+    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
     tR = gl.minimum(tC, length - 1) if RAGGED_T else tC        # the loop copies full chunks, or the only chunk again
     oX = tR * sx + dC
     oB = tR * sb + dC
@@ -365,16 +376,19 @@ def _exact_bwd_block(
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
     oK = (gl.minimum(tK, length - 1) if RAGGED_T else tK) * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    dS = pd * BD + gl.arange(0, BD, gl.SliceLayout(1, MMA))
+    dS = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     nS = gl.arange(0, N, gl.SliceLayout(0, MMA))
     oS = dS[:, None] * N + nS[None, :]
     mS = dS[:, None] < D
-    dR = (pd * BD + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
-    dR = gl.minimum(dR, D - 1) if RAGGED_D else dR             # channels beyond D: any state will do, their dY and W are 0
+    dR = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
+    dR = gl.minimum(dR, D - 1) if NARROW else dR             # channels beyond D: any state will do, their dY and W are 0
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
     all_states = nS[None, :] < N
+    if RAGGED_D:
+        own_left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)[None, :]
+        own_right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)[:, None]
     causal = iM[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
     rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
     rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
@@ -404,16 +418,16 @@ def _exact_bwd_block(
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HAS_BIAS:
-        s_bias.store(_load(bias, dT, dT < D, RAGGED_D).to(gl.float32))
+        s_bias.store(_load(bias, dT, dT < D, NARROW).to(gl.float32))
     if HAS_SKIP:
-        s_skip.store(_load(skip, dT, dT < D, RAGGED_D).to(gl.float32))
+        s_skip.store(_load(skip, dT, dT < D, NARROW).to(gl.float32))
     zU = gl.zeros([BD, C], gl.float32, LANE)
     zC = gl.zeros([C, C], gl.float32, MMA)
     zN = gl.zeros([C, N], gl.float32, MMA)
     zD = gl.zeros([BD, C], gl.float32, MMA)
     G = gl.zeros([BD, N], gl.float32, MMA)
     if HAS_DHT:
-        G = _load(dhT + seq * N * D, oS, mS, RAGGED_D).to(gl.float32)
+        G = _load(dhT + seq * N * D, oS, mS, NARROW).to(gl.float32)
     x += batch * sx_bv * VEC + start * sx
     b += batch * sb_bv * VEC + start * sb
     z += batch * sz_bv * VEC + start * sz
@@ -429,13 +443,13 @@ def _exact_bwd_block(
     for i in gl.static_range(NS - 1):
         c = gl.maximum(NC - 1 - i, 0)
         c64 = c.to(gl.int64) * C
-        mT = _mask(tC < length - c * C, mC, RAGGED_T, RAGGED_D)
+        mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
         mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
+        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
+        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
         if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
-        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
+            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
+        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or NARROW, VEC)
         _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
         _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
@@ -449,11 +463,11 @@ def _exact_bwd_block(
         cn = gl.maximum(c - (NS - 1), 0)
         sn = (i_ + NS - 1) % NS
         c64 = cn.to(gl.int64) * C
-        _copy(rx.index(sn), x + c64 * sx, oX, mC, RAGGED_D, VEC)
-        _copy(rb.index(sn), b + c64 * sb, oB, mC, RAGGED_D, VEC)
+        _copy(rx.index(sn), x + c64 * sx, oX, mC, NARROW, VEC)
+        _copy(rb.index(sn), b + c64 * sb, oB, mC, NARROW, VEC)
         if HAS_Z:
-            _copy(rz.index(sn), z + c64 * sz, oZ, mC, RAGGED_D, VEC)
-        _copy(rg.index(sn), g + c64 * sg, oG, mC, RAGGED_D, VEC)
+            _copy(rz.index(sn), z + c64 * sz, oZ, mC, NARROW, VEC)
+        _copy(rg.index(sn), g + c64 * sg, oG, mC, NARROW, VEC)
         _copy(rk.index(sn), k + c64 * N, oK, mC, False)
         _copy(rq.index(sn), q + c64 * N, oK, mC, False)
         _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
@@ -570,6 +584,11 @@ def _exact_bwd_block(
         TWh = w_high.permute((1, 0)).load(LEFT)
         TWl = w_low.permute((1, 0)).load(LEFT)
         BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
+        if RAGGED_D:
+            TUh = _and(TUh, own_left)
+            TUl = _and(TUl, own_left)
+            BSh = _and(BSh, own_right)
+            BSl = _and(BSl, own_right)
         dQ = mma_v2(TDl, BSh, zN)
         dQ = mma_v2(TDh, BSl, dQ)
         dQ = mma_v2(TDh, BSh, dQ)
@@ -607,34 +626,16 @@ def _exact_bwd_block(
         WU = W * s_u.permute((1, 0)).load(TILE)
         em = s_m.load(TILE)
         dv = WU * em
-        _store_rows(db + o64, oT, dv, tT[:, None], left, mD, RAGGED_T, RAGGED_D)
+        _store_rows(db + o64, oT, dv, tT[:, None], left, mD, RAGGED_T, NARROW)
         abi += gl.convert_layout(_over_steps(WU, em), gl.SliceLayout(0, TILE))
-        _store_rows(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
+        _store_rows(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), tT[:, None], left, mD, RAGGED_T, NARROW)
         if HAS_Z:
             s_e.permute((1, 0)).store(Y)
             y = gl.fma(ds, s_x.load(TILE), s_e.load(TILE))
-            _store_rows(dz + o64, oT, y * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, RAGGED_D)
-    gl.store(dbias + seq * D + dT, abi, mask=dT < D)
-    gl.store(dskip + seq * D + dT, ads, mask=dT < D)
-    _store(dh0 + seq * N * D, oS, G, mS, RAGGED_D)
-
-@gluon.jit(do_not_specialize=["T"])
-def _exact_bwd_kernel(
-        x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
-        sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
-        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
-        HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
-    # The last block of a ragged width has masks; if all had them, registers would spill in all.
-    pd = gl.program_id(0) % ND
-    if True if NARROW else (pd == ND - 1 if RAGGED_D else False):
-        _exact_bwd_block(pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
-                         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v, VEC, N, BD, NW, NS, HAS_BIAS, HAS_SKIP, HAS_Z,
-                         HAS_DHT, PACKED, RAGGED_T, True, ONE_STRIDE)
-    else:
-        _exact_bwd_block(pd, x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
-                         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v, VEC, N, BD, NW, NS, HAS_BIAS, HAS_SKIP, HAS_Z,
-                         HAS_DHT, PACKED, RAGGED_T, False, ONE_STRIDE)
+            _store_rows(dz + o64, oT, y * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, NARROW)
+    _store(dbias + seq * D, dT, abi, dT < D, NARROW)
+    _store(dskip + seq * D, dT, ads, dT < D, NARROW)
+    _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-032
 FEW_WARPS = 8448   # below this many batch * channels (two warps a scheduler) a program gets two warps, or half the channels
@@ -752,7 +753,7 @@ def exact_backward(
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0,
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D > p.BD and p.D % p.BD != 0,
         NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1, enable_fp_fusion=False)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)
