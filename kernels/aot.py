@@ -140,9 +140,16 @@ def loop_count(launch, built):
     return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
 
 
-def roundings(built):
-    "The PTX's sums, products and fused multiply-adds of floats, counted; those without `.rn` the assembler may fuse, or not."
-    return collections.Counter(re.findall(r"\b((?:fma|mul|add|sub)(?:\.\w+)*\.f32(?:x2)?)\b", built.asm.get("ptx", "")))
+def roundings(built, loop=False):
+    """The PTX's sums, products and fused multiply-adds of floats, counted, of the whole kernel or of its main loop; those without
+    `.rn` the assembler may fuse, or not."""
+    text = built.asm.get("ptx", "")
+    if loop:
+        labels = {m[1]: m.start() for m in re.finditer(r"^(\$\w+):", text, re.M)}
+        jumps = ((labels[m[1]], m.end()) for m in re.finditer(r"\bbra(?:\.uni)?\s+(\$\w+);", text))
+        begin, end = max(jumps, key=lambda jump: jump[1] - jump[0])
+        text = text[begin:end]
+    return collections.Counter(re.findall(r"\b((?:fma|mul|add|sub)(?:\.\w+)*\.f32(?:x2)?)\b", text))
 
 
 def unwaited(built):

@@ -55,18 +55,6 @@ def _halves(v, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(ptr, offsets, value, t, left, columns, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr):
-    # Only a sequence's last chunk lacks rows: a branch there costs fewer registers than a predicate a row everywhere.
-    if RAGGED_T:
-        if left >= 16:
-            _store(ptr, offsets, value, columns, RAGGED_D)
-        else:
-            _store(ptr, offsets, value, columns & (t < left), True)
-    else:
-        _store(ptr, offsets, value, columns, RAGGED_D)
-
-
-@gluon.jit
 def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
     # Of block pd. The last block of a ragged width starts early instead of ending late: nothing of it lies outside.
     return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
@@ -368,14 +356,13 @@ def _exact_bwd_kernel(
     mD = dT[None, :] < D
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
     dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    tR = gl.minimum(tC, length - 1) if RAGGED_T else tC        # the loop copies full chunks, or the only chunk again
-    oX = tR * sx + dC
-    oB = tR * sb + dC
-    oZ = tR * sz + dC
-    oG = tR * sg + dC
+    oX = tC * sx + dC
+    oB = tC * sb + dC
+    oZ = tC * sz + dC
+    oG = tC * sg + dC
     mC = dC < D
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
-    oK = (gl.minimum(tK, length - 1) if RAGGED_T else tK) * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
     dS = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     nS = gl.arange(0, N, gl.SliceLayout(0, MMA))
     oS = dS[:, None] * N + nS[None, :]
@@ -385,7 +372,6 @@ def _exact_bwd_kernel(
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
-    all_states = nS[None, :] < N
     if RAGGED_D:
         own_left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)[None, :]
         own_right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)[:, None]
@@ -456,183 +442,190 @@ def _exact_bwd_kernel(
         async_copy.commit_group()
     abi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
     ads = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
-    for i_ in range(0, NC):
-        c = NC - 1 - i_
-        s = i_ % NS
-        async_copy.wait_group(NS - 2)
-        cn = gl.maximum(c - (NS - 1), 0)
-        sn = (i_ + NS - 1) % NS
-        c64 = cn.to(gl.int64) * C
-        _copy(rx.index(sn), x + c64 * sx, oX, mC, NARROW, VEC)
-        _copy(rb.index(sn), b + c64 * sb, oB, mC, NARROW, VEC)
-        if HAS_Z:
-            _copy(rz.index(sn), z + c64 * sz, oZ, mC, NARROW, VEC)
-        _copy(rg.index(sn), g + c64 * sg, oG, mC, NARROW, VEC)
-        _copy(rk.index(sn), k + c64 * N, oK, mC, False)
-        _copy(rq.index(sn), q + c64 * N, oK, mC, False)
-        _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
-        async_copy.commit_group()
-        bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-        ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-        if HAS_BIAS:
-            bi = s_bias.load(gl.SliceLayout(0, TILE))[None, :]
-        if HAS_SKIP:
-            ds = s_skip.load(gl.SliceLayout(0, TILE))[None, :]
-        sk = rk.index(s)
-        sq = rq.index(s)
-        sS = rS.index(s)
-        kf = sk.load(KEYS).to(gl.float32)
-        kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[:, None]
-        xf = rx.index(s).load(TILE).to(gl.float32)
-        em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
-        ea = 1.0 + kk + em
-        dy = rg.index(s).load(TILE).to(gl.float32)
-        s_x.store(xf)
-        s_m.store(em)
-        if HAS_Z:
-            zf = rz.index(s).load(TILE).to(gl.float32)
-            eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
-            inverse = _reciprocal(ea * eb)
-            gate = inverse * ea
-            s_e.store(inverse * eb)
-            s_f.store(dy * gate * gl.fma(zf, 1.0 - gate, 1.0))
-            dy = dy * zf * gate
-        else:
-            s_e.store(_reciprocal(ea))
-        s_dy.store(dy)
-        dh, dl = _split(dy)
-        d_high.store(dh)
-        d_low.store(dl)
-        ads += gl.convert_layout(_over_steps(dy, xf), gl.SliceLayout(0, TILE))
-        kT = sk.permute((1, 0)).load(RIGHT)
-        qT = sq.permute((1, 0)).load(RIGHT)
-        s_gram.store(mma_v2(sk.load(LEFT), kT, zC))
-        QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
-        Sh, Sl = _halves(sS.load(LEFT), LEFT)
-        KS = mma_v2(Sl, kT, zD)
-        s_u.store(mma_v2(Sh, kT, KS))
-        Gh, Gl = _halves(G, LEFT)
-        V = mma_v2(Gl, kT, zD)
-        V = mma_v2(Gh, kT, V)
-        Dh = d_high.permute((1, 0)).load(LEFT)
-        Dl = d_low.permute((1, 0)).load(LEFT)
-        Bh, Bl = _halves(QK, RIGHT)
-        V = mma_v2(Dl, Bh, V)
-        V = mma_v2(Dh, Bl, V)
-        s_w.store(mma_v2(Dh, Bh, V))
-        g_high.store(Gh)
-        g_low.store(Gl)
-        acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
-        bac = _columns(s_w.load(LANE), BD)
-        es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-        us = ()
-        ws = ()
-        for j in gl.static_range(C):
-            u = es[j] * acc[j]
-            us = us + (u,)
-            w = es[15 - j] * bac[15 - j]
-            ws = (w,) + ws
-            if j < C - 1:
-                down = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
-                up = _columns(gl.broadcast(s_gram.slice(15 - j, 1, 0).load(LANE), zU)[0], BD)
-                na = ()
-                nb = ()
-                for i in gl.static_range(C):
-                    if i > j:
-                        na = na + (_fnma(down[i], u, acc[i]),)
-                    else:
-                        na = na + (acc[i],)
-                    if i < 15 - j:
-                        nb = nb + (_fnma(up[i], w, bac[i]),)
-                    else:
-                        nb = nb + (bac[i],)
-                acc = na
-                bac = nb
-        u = _from_columns(us, BD, LANE)
-        w = _from_columns(ws, BD, LANE)
-        s_u.store(u)
-        s_w.store(w)
-        uh, ul = _split(u)
-        u_high.store(uh)
-        u_low.store(ul)
-        wh, wl = _split(-w)
-        w_high.store(wh)
-        w_low.store(wl)
-        # the adjoint of the state before the chunk
-        Wh = w_high.load(LEFT)
-        Wl = w_low.load(LEFT)
-        kb = sk.load(RIGHT)
-        qb = sq.load(RIGHT)
-        G = mma_v2(Dl, qb, G)
-        G = mma_v2(Dh, qb, G)
-        G = mma_v2(Wl, kb, G)
-        G = mma_v2(Wh, kb, G)
-        if HAS_Z:                                      # the read-out again, for the gate's gradient
-            Uh = u_high.load(LEFT)
-            Ul = u_low.load(LEFT)
-            Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-            Y = mma_v2(Sl, qT, zD)
-            Y = mma_v2(Sh, qT, Y)
-            Y = mma_v2(Ul, Mh, Y)
-            Y = mma_v2(Uh, Ml, Y)
-            Y = mma_v2(Uh, Mh, Y)
-        # sums over channels: rows are steps
-        TDh = d_high.load(LEFT)
-        TDl = d_low.load(LEFT)
-        TUh = u_high.permute((1, 0)).load(LEFT)
-        TUl = u_low.permute((1, 0)).load(LEFT)
-        TWh = w_high.permute((1, 0)).load(LEFT)
-        TWl = w_low.permute((1, 0)).load(LEFT)
-        BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
-        if RAGGED_D:
-            TUh = _and(TUh, own_left)
-            TUl = _and(TUl, own_left)
-            BSh = _and(BSh, own_right)
-            BSl = _and(BSl, own_right)
-        dQ = mma_v2(TDl, BSh, zN)
-        dQ = mma_v2(TDh, BSl, dQ)
-        dQ = mma_v2(TDh, BSh, dQ)
-        minus = mma_v2(TWl, BSh, zN)
-        minus = mma_v2(TWh, BSl, minus)
-        minus = mma_v2(TWh, BSh, minus)
-        BGh = g_high.load(RIGHT)
-        BGl = g_low.load(RIGHT)
-        dK = mma_v2(TUl, BGh, zN)
-        dK = mma_v2(TUh, BGl, dK)
-        dK = mma_v2(TUh, BGh, dK)
-        BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
-        BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
-        P = mma_v2(TDl, BUh, zC)
-        P = mma_v2(TDh, BUl, P)
-        P = gl.where(causal, mma_v2(TDh, BUh, P), 0.0)
-        R = mma_v2(TWl, BUh, zC)
-        R = mma_v2(TWh, BUl, R)
-        R = gl.where(causal, mma_v2(TWh, BUh, R), 0.0)
-        Ph, Pl = _halves(P, LEFT)
-        dQ = mma_v2(Pl, kb, dQ)
-        dQ = mma_v2(Ph, kb, dQ)
-        Qh, Ql = _halves(gl.permute(P, (1, 0)), LEFT)
-        dK = mma_v2(Ql, qb, dK)
-        dK = mma_v2(Qh, qb, dK)
-        Rh, Rl = _halves(gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT), LEFT)
-        minus = mma_v2(Rl, kb, minus)
-        minus = mma_v2(Rh, kb, minus)
-        t64 = c.to(gl.int64) * (C * 2 * N)
-        left = length - c * C
-        _store_rows(dtok + t64 + N, oM, dQ, iM[:, None], left, all_states, RAGGED_T, False)
-        _store_rows(dtok + t64, oM, dK + minus, iM[:, None], left, all_states, RAGGED_T, False)
-        o64 = c.to(gl.int64) * (C * D)
-        W = s_w.permute((1, 0)).load(TILE)
-        WU = W * s_u.permute((1, 0)).load(TILE)
-        em = s_m.load(TILE)
-        dv = WU * em
-        _store_rows(db + o64, oT, dv, tT[:, None], left, mD, RAGGED_T, NARROW)
-        abi += gl.convert_layout(_over_steps(WU, em), gl.SliceLayout(0, TILE))
-        _store_rows(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), tT[:, None], left, mD, RAGGED_T, NARROW)
-        if HAS_Z:
-            s_e.permute((1, 0)).store(Y)
-            y = gl.fma(ds, s_x.load(TILE), s_e.load(TILE))
-            _store_rows(dz + o64, oT, y * s_f.load(TILE), tT[:, None], left, mD, RAGGED_T, NARROW)
+    begin = 0
+    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the sequence's last chunk, which may lack rows, by itself
+        end = gl.minimum(NC, 1) if LAST else NC
+        for i_ in range(begin, end):
+            c = NC - 1 - i_
+            s = i_ % NS
+            async_copy.wait_group(NS - 2)
+            cn = gl.maximum(c - (NS - 1), 0)
+            sn = (i_ + NS - 1) % NS
+            c64 = cn.to(gl.int64) * C
+            mTn = _mask(tC < length - cn * C, mC, LAST, NARROW)
+            mKn = tK < length - cn * C
+            _copy(rx.index(sn), x + c64 * sx, oX, mTn, LAST or NARROW, VEC)
+            _copy(rb.index(sn), b + c64 * sb, oB, mTn, LAST or NARROW, VEC)
+            if HAS_Z:
+                _copy(rz.index(sn), z + c64 * sz, oZ, mTn, LAST or NARROW, VEC)
+            _copy(rg.index(sn), g + c64 * sg, oG, mTn, LAST or NARROW, VEC)
+            _copy(rk.index(sn), k + c64 * N, oK, mKn, LAST)
+            _copy(rq.index(sn), q + c64 * N, oK, mKn, LAST)
+            _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
+            async_copy.commit_group()
+            bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+            ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+            if HAS_BIAS:
+                bi = s_bias.load(gl.SliceLayout(0, TILE))[None, :]
+            if HAS_SKIP:
+                ds = s_skip.load(gl.SliceLayout(0, TILE))[None, :]
+            sk = rk.index(s)
+            sq = rq.index(s)
+            sS = rS.index(s)
+            kf = sk.load(KEYS).to(gl.float32)
+            kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[:, None]
+            xf = rx.index(s).load(TILE).to(gl.float32)
+            em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
+            ea = 1.0 + kk + em
+            dy = rg.index(s).load(TILE).to(gl.float32)
+            s_x.store(xf)
+            s_m.store(em)
+            if HAS_Z:
+                zf = rz.index(s).load(TILE).to(gl.float32)
+                eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
+                inverse = _reciprocal(ea * eb)
+                gate = inverse * ea
+                s_e.store(inverse * eb)
+                s_f.store(dy * gate * gl.fma(zf, 1.0 - gate, 1.0))
+                dy = dy * zf * gate
+            else:
+                s_e.store(_reciprocal(ea))
+            s_dy.store(dy)
+            dh, dl = _split(dy)
+            d_high.store(dh)
+            d_low.store(dl)
+            ads += gl.convert_layout(_over_steps(dy, xf), gl.SliceLayout(0, TILE))
+            kT = sk.permute((1, 0)).load(RIGHT)
+            qT = sq.permute((1, 0)).load(RIGHT)
+            s_gram.store(mma_v2(sk.load(LEFT), kT, zC))
+            QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
+            Sh, Sl = _halves(sS.load(LEFT), LEFT)
+            KS = mma_v2(Sl, kT, zD)
+            s_u.store(mma_v2(Sh, kT, KS))
+            Gh, Gl = _halves(G, LEFT)
+            V = mma_v2(Gl, kT, zD)
+            V = mma_v2(Gh, kT, V)
+            Dh = d_high.permute((1, 0)).load(LEFT)
+            Dl = d_low.permute((1, 0)).load(LEFT)
+            Bh, Bl = _halves(QK, RIGHT)
+            V = mma_v2(Dl, Bh, V)
+            V = mma_v2(Dh, Bl, V)
+            s_w.store(mma_v2(Dh, Bh, V))
+            g_high.store(Gh)
+            g_low.store(Gl)
+            acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
+            bac = _columns(s_w.load(LANE), BD)
+            es = _columns(s_e.permute((1, 0)).load(LANE), BD)
+            us = ()
+            ws = ()
+            for j in gl.static_range(C):
+                u = es[j] * acc[j]
+                us = us + (u,)
+                w = es[15 - j] * bac[15 - j]
+                ws = (w,) + ws
+                if j < C - 1:
+                    down = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
+                    up = _columns(gl.broadcast(s_gram.slice(15 - j, 1, 0).load(LANE), zU)[0], BD)
+                    na = ()
+                    nb = ()
+                    for i in gl.static_range(C):
+                        if i > j:
+                            na = na + (_fnma(down[i], u, acc[i]),)
+                        else:
+                            na = na + (acc[i],)
+                        if i < 15 - j:
+                            nb = nb + (_fnma(up[i], w, bac[i]),)
+                        else:
+                            nb = nb + (bac[i],)
+                    acc = na
+                    bac = nb
+            u = _from_columns(us, BD, LANE)
+            w = _from_columns(ws, BD, LANE)
+            s_u.store(u)
+            s_w.store(w)
+            uh, ul = _split(u)
+            u_high.store(uh)
+            u_low.store(ul)
+            wh, wl = _split(-w)
+            w_high.store(wh)
+            w_low.store(wl)
+            # the adjoint of the state before the chunk
+            Wh = w_high.load(LEFT)
+            Wl = w_low.load(LEFT)
+            kb = sk.load(RIGHT)
+            qb = sq.load(RIGHT)
+            G = mma_v2(Dl, qb, G)
+            G = mma_v2(Dh, qb, G)
+            G = mma_v2(Wl, kb, G)
+            G = mma_v2(Wh, kb, G)
+            if HAS_Z:                                      # the read-out again, for the gate's gradient
+                Uh = u_high.load(LEFT)
+                Ul = u_low.load(LEFT)
+                Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
+                Y = mma_v2(Sl, qT, zD)
+                Y = mma_v2(Sh, qT, Y)
+                Y = mma_v2(Ul, Mh, Y)
+                Y = mma_v2(Uh, Ml, Y)
+                Y = mma_v2(Uh, Mh, Y)
+            # sums over channels: rows are steps
+            TDh = d_high.load(LEFT)
+            TDl = d_low.load(LEFT)
+            TUh = u_high.permute((1, 0)).load(LEFT)
+            TUl = u_low.permute((1, 0)).load(LEFT)
+            TWh = w_high.permute((1, 0)).load(LEFT)
+            TWl = w_low.permute((1, 0)).load(LEFT)
+            BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
+            if RAGGED_D:
+                TUh = _and(TUh, own_left)
+                TUl = _and(TUl, own_left)
+                BSh = _and(BSh, own_right)
+                BSl = _and(BSl, own_right)
+            dQ = mma_v2(TDl, BSh, zN)
+            dQ = mma_v2(TDh, BSl, dQ)
+            dQ = mma_v2(TDh, BSh, dQ)
+            minus = mma_v2(TWl, BSh, zN)
+            minus = mma_v2(TWh, BSl, minus)
+            minus = mma_v2(TWh, BSh, minus)
+            BGh = g_high.load(RIGHT)
+            BGl = g_low.load(RIGHT)
+            dK = mma_v2(TUl, BGh, zN)
+            dK = mma_v2(TUh, BGl, dK)
+            dK = mma_v2(TUh, BGh, dK)
+            BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
+            BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
+            P = mma_v2(TDl, BUh, zC)
+            P = mma_v2(TDh, BUl, P)
+            P = gl.where(causal, mma_v2(TDh, BUh, P), 0.0)
+            R = mma_v2(TWl, BUh, zC)
+            R = mma_v2(TWh, BUl, R)
+            R = gl.where(causal, mma_v2(TWh, BUh, R), 0.0)
+            Ph, Pl = _halves(P, LEFT)
+            dQ = mma_v2(Pl, kb, dQ)
+            dQ = mma_v2(Ph, kb, dQ)
+            Qh, Ql = _halves(gl.permute(P, (1, 0)), LEFT)
+            dK = mma_v2(Ql, qb, dK)
+            dK = mma_v2(Qh, qb, dK)
+            Rh, Rl = _halves(gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT), LEFT)
+            minus = mma_v2(Rl, kb, minus)
+            minus = mma_v2(Rh, kb, minus)
+            t64 = c.to(gl.int64) * (C * 2 * N)
+            left = length - c * C
+            mO = _mask(tT[:, None] < left, mD, LAST, NARROW)
+            _store(dtok + t64 + N, oM, dQ, iM[:, None] < left, LAST)
+            _store(dtok + t64, oM, dK + minus, iM[:, None] < left, LAST)
+            o64 = c.to(gl.int64) * (C * D)
+            W = s_w.permute((1, 0)).load(TILE)
+            WU = W * s_u.permute((1, 0)).load(TILE)
+            em = s_m.load(TILE)
+            dv = WU * em
+            _store(db + o64, oT, dv, mO, LAST or NARROW)
+            abi += gl.convert_layout(_over_steps(WU, em), gl.SliceLayout(0, TILE))
+            _store(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), mO, LAST or NARROW)
+            if HAS_Z:
+                s_e.permute((1, 0)).store(Y)
+                y = gl.fma(ds, s_x.load(TILE), s_e.load(TILE))
+                _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
+        begin = end
     _store(dbias + seq * D, dT, abi, dT < D, NARROW)
     _store(dskip + seq * D, dT, ads, dT < D, NARROW)
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
