@@ -101,11 +101,16 @@ def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, 
 
 
 @gluon.jit
-def _over_steps(a, b):
-    # The sum of a b (C,BD) over the steps, of which a lane holds some.
-    HELD: gl.constexpr = a.shape[0] * a.shape[1] // 128
-    ROWS: gl.constexpr = a.shape[0] // HELD
-    return gl.sum(gl.reshape(_dot(a, b, 1, HELD, ROWS * a.shape[1]), [ROWS, a.shape[1]]), 0)
+def _add_products(a, b, total):
+    # The products of a and b (C,BD) added to total (R,BD), every R-th row: nothing leaves its lane.
+    HELD: gl.constexpr = a.shape[0] // total.shape[0]
+    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
+    a_rows = _held(a, 1, HELD, SIZE)
+    b_rows = _held(b, 1, HELD, SIZE)
+    sums = gl.convert_layout(gl.reshape(total, [1, SIZE]), a_rows[0].type.layout, assert_trivial=True)
+    for i in gl.static_range(HELD):
+        sums = gl.fma(a_rows[i], b_rows[i], sums)
+    return gl.convert_layout(gl.reshape(sums, total.shape), total.type.layout, assert_trivial=True)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-028
 @gluon.jit(do_not_specialize=["T"])
@@ -403,6 +408,9 @@ def _exact_bwd_kernel(
     # read in every chunk: from global memory this waited longer than any other instruction
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # what a lane sums over steps, for bias and skip; in registers it would make them spill
+    s_abi = gl.allocate_shared_memory(gl.float32, [128 // BD, BD], rows2)
+    s_ads = gl.allocate_shared_memory(gl.float32, [128 // BD, BD], rows2)
     if HAS_BIAS:
         s_bias.store(_load(bias, dT, dT < D, NARROW).to(gl.float32))
     if HAS_SKIP:
@@ -440,8 +448,8 @@ def _exact_bwd_kernel(
         _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
-    abi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
-    ads = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
+    s_abi.store(gl.zeros([128 // BD, BD], gl.float32, TILE))
+    s_ads.store(gl.zeros([128 // BD, BD], gl.float32, TILE))
     begin = 0
     for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the sequence's last chunk, which may lack rows, by itself
         end = gl.minimum(NC, 1) if LAST else NC
@@ -494,7 +502,6 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            ads += gl.convert_layout(_over_steps(dy, xf), gl.SliceLayout(0, TILE))
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
             s_gram.store(mma_v2(sk.load(LEFT), kT, zC))
@@ -617,17 +624,22 @@ def _exact_bwd_kernel(
             W = s_w.permute((1, 0)).load(TILE)
             WU = W * s_u.permute((1, 0)).load(TILE)
             em = s_m.load(TILE)
-            dv = WU * em
-            _store(db + o64, oT, dv, mO, LAST or NARROW)
-            abi += gl.convert_layout(_over_steps(WU, em), gl.SliceLayout(0, TILE))
-            _store(dx + o64, oT, gl.fma(ds, s_dy.load(TILE), W), mO, LAST or NARROW)
+            _store(db + o64, oT, WU * em, mO, LAST or NARROW)
+            dy = s_dy.load(TILE)
+            _store(dx + o64, oT, gl.fma(ds, dy, W), mO, LAST or NARROW)
+            xf = s_x.load(TILE)
+            abi = _add_products(WU, em, s_abi.load(TILE))
+            ads = _add_products(dy, xf, s_ads.load(TILE))
             if HAS_Z:
                 s_e.permute((1, 0)).store(Y)
-                y = gl.fma(ds, s_x.load(TILE), s_e.load(TILE))
+                y = gl.fma(ds, xf, s_e.load(TILE))
                 _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
+            s_abi.store(abi)
+            s_ads.store(ads)
         begin = end
-    _store(dbias + seq * D, dT, abi, dT < D, NARROW)
-    _store(dskip + seq * D, dT, ads, dT < D, NARROW)
+    async_copy.wait_group(0)                           # the sums may use shared memory that a copy is still filling
+    _store(dbias + seq * D, dT, gl.sum(s_abi.load(TILE), 0), dT < D, NARROW)
+    _store(dskip + seq * D, dT, gl.sum(s_ads.load(TILE), 0), dT < D, NARROW)
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-032
