@@ -88,7 +88,10 @@ class Interpreter:
     def split(self, v): return v[..., 0], v[..., 1]
     def convert_layout(self, v, layout, assert_trivial=False): return v
     def mma_v2(self, a, b, total): return total + a.float() @ b.float()
-    def allocate_shared_memory(self, dtype, shape, layout): return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    def allocate_shared_memory(self, dtype, shape, layout, value=float("nan")):
+        shared = Shared(torch.empty(shape, dtype=dtype))
+        shared.values[:] = value
+        return shared
 
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
         if "and" in asm:

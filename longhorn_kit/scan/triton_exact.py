@@ -394,22 +394,16 @@ def _exact_bwd_kernel(
     s_e = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
     s_m = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
     s_dy = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2)
     s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
     s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
     d_high = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
     d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
-    u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
-    u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
-    w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
-    w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel)
     g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
     g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
     # read in every chunk: from global memory this waited longer than any other instruction
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # what a lane sums over steps, for bias and skip; in registers it would make them spill
-    s_abi = gl.allocate_shared_memory(gl.float32, [128 // BD, BD], rows2)
+    # what a lane sums over steps for the skip; with that for the bias in registers too, some would spill
     s_ads = gl.allocate_shared_memory(gl.float32, [128 // BD, BD], rows2)
     if HAS_BIAS:
         s_bias.store(_load(bias, dT, dT < D, NARROW).to(gl.float32))
@@ -448,7 +442,7 @@ def _exact_bwd_kernel(
         _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
-    s_abi.store(gl.zeros([128 // BD, BD], gl.float32, TILE))
+    abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
     s_ads.store(gl.zeros([128 // BD, BD], gl.float32, TILE))
     begin = 0
     for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the sequence's last chunk, which may lack rows, by itself
@@ -504,7 +498,7 @@ def _exact_bwd_kernel(
             d_low.store(dl)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
-            s_gram.store(mma_v2(sk.load(LEFT), kT, zC))
+            s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, mma_v2(sk.load(LEFT), kT, zC))
             QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
             Sh, Sl = _halves(sS.load(LEFT), LEFT)
             KS = mma_v2(Sl, kT, zD)
@@ -551,11 +545,11 @@ def _exact_bwd_kernel(
             s_u.store(u)
             s_w.store(w)
             uh, ul = _split(u)
-            u_high.store(uh)
-            u_low.store(ul)
+            u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, uh)
+            u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, ul)
             wh, wl = _split(-w)
-            w_high.store(wh)
-            w_low.store(wl)
+            w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wh)
+            w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wl)
             # the adjoint of the state before the chunk
             Wh = w_high.load(LEFT)
             Wl = w_low.load(LEFT)
@@ -628,17 +622,16 @@ def _exact_bwd_kernel(
             dy = s_dy.load(TILE)
             _store(dx + o64, oT, gl.fma(ds, dy, W), mO, LAST or NARROW)
             xf = s_x.load(TILE)
-            abi = _add_products(WU, em, s_abi.load(TILE))
+            abi = _add_products(WU, em, abi)
             ads = _add_products(dy, xf, s_ads.load(TILE))
             if HAS_Z:
                 s_e.permute((1, 0)).store(Y)
                 y = gl.fma(ds, xf, s_e.load(TILE))
                 _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
-            s_abi.store(abi)
             s_ads.store(ads)
         begin = end
     async_copy.wait_group(0)                           # the sums may use shared memory that a copy is still filling
-    _store(dbias + seq * D, dT, gl.sum(s_abi.load(TILE), 0), dT < D, NARROW)
+    _store(dbias + seq * D, dT, gl.sum(abi, 0), dT < D, NARROW)
     _store(dskip + seq * D, dT, gl.sum(s_ads.load(TILE), 0), dT < D, NARROW)
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
