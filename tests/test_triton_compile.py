@@ -21,7 +21,7 @@ BOUNDS = {
     "_diagonal_carry_kernel": {16: (64, 0, 0), 64: (64, 0, 0)},
     "_diagonal_bwd_kernel": {16: (255, 0, 24), 32: (255, 0, 36), 64: (255, 0, 110), 128: (255, 0, 117)},
     "_exact_fwd_kernel": {16: (255, 0, 52), 32: (255, 0, 29), 64: (248, 0, 37)},
-    "_exact_bwd_kernel": {16: (255, 152, 47), 32: (255, 352, 47), 64: (255, 112, 37)},
+    "_exact_bwd_kernel": {16: (255, 152, 45), 32: (255, 352, 45), 64: (255, 112, 35)},
     "_diagonal_fwd_kernel, another rule": {16: (176, 24, 12), 32: (248, 32, 15), 64: (255, 48, 21)},
     "_diagonal_adjoint_kernel, another rule": {16: (176, 0, 4)},
     "_diagonal_bwd_kernel, another rule": {16: (255, 40, 25), 32: (255, 16, 41), 64: (255, 40, 110)},
@@ -34,7 +34,7 @@ BOUNDS = {
 }
 ODD = {   # an odd width: elements go through registers
     "_diagonal_adjoint_kernel": (144, 0, 4), "_diagonal_bwd_kernel": (255, 80, 24),
-    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 440, 47),
+    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 440, 37),
     "_diagonal_fwd_kernel, another rule": (224, 16, 12), "_diagonal_bwd_kernel, another rule": (255, 304, 25)}
 AMD = {"_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
