@@ -17,9 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from longhorn_kit.scan.triton_diagonal import (
-    LOG2E, _adjacent, _aligned, _at_most, _copy, _dot, _exp, _fnma, _held, _load, _mask, _reciprocal,
-    _rows_apart, _store)
+from .triton_diagonal import LOG2E, _adjacent, _aligned, _at_most, _copy, _exp, _fnma, _held, _load
+from .triton_diagonal import _mask, _reciprocal, _rows_apart, _store
 from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _collect
 
