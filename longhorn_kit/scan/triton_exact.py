@@ -66,6 +66,21 @@ def _and(v, mask):
 
 
 @gluon.jit
+def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, VEC: gl.constexpr):
+    # Start to copy chunk c into a slot of the rings: wide are (ring, pointer, row stride, offsets), keys (ring, pointer).
+    C: gl.constexpr = 16
+    c64 = c.to(gl.int64) * C
+    mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
+    mK = tK < length - c * C
+    for i in gl.static_range(len(wide)):
+        ring, ptr, stride, offsets = wide[i]
+        _copy(ring.index(slot), ptr + c64 * stride, offsets, mT, RAGGED_T or NARROW, VEC)
+    for i in gl.static_range(len(keys)):
+        ring, ptr = keys[i]
+        _copy(ring.index(slot), ptr + c64 * ring.shape[2], oK, mK, RAGGED_T)
+
+
+@gluon.jit
 def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
     # (batch, first row in the batch, first row of all, length, first checkpoint); every sequence has one extra checkpoint.
     if PACKED:
@@ -187,18 +202,14 @@ def _exact_fwd_kernel(
     ckpt += chunk * N * D
     NC = (length + C - 1) // C
     last = gl.maximum(NC - 1, 0)
+    wide = (rx, x, sx, oX), (rb, b, sb, oB)
+    if HAS_Z:
+        wide = wide + ((rz, z, sz, oZ),)
+    key_rows = ((rk, k),)
+    if READ:
+        key_rows = key_rows + ((rq, q),)
     for i in gl.static_range(NS):
-        c = gl.minimum(last, i)
-        c64 = c.to(gl.int64) * C
-        mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
-        mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
-        if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
-        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
-        if READ:
-            _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
+        _copy_chunk(i, gl.minimum(last, i), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
         async_copy.commit_group()
     async_copy.wait_group(NS - 2)
     k0 = rk.index(0)
@@ -276,17 +287,7 @@ def _exact_fwd_kernel(
         Uh, Ul = _halves(s_u.load(LEFT), LEFT)
         s_e.store(en)
         s_gram.store(gram_next)
-        cn = gl.minimum(c + NS, last)
-        c64 = cn.to(gl.int64) * C
-        mT = _mask(tC < length - cn * C, mC, RAGGED_T, NARROW)
-        mK = tK < length - cn * C
-        _copy(rx.index(here), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
-        _copy(rb.index(here), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
-        if HAS_Z:
-            _copy(rz.index(here), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
-        _copy(rk.index(here), k + c64 * N, oK, mK, RAGGED_T)
-        if READ:
-            _copy(rq.index(here), q + c64 * N, oK, mK, RAGGED_T)
+        _copy_chunk(here, gl.minimum(c + NS, last), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
         async_copy.commit_group()
         S = mma_v2(Ul, kb, S)
         S = mma_v2(Uh, kb, S)
@@ -372,7 +373,7 @@ def _exact_bwd_kernel(
     oS = dS[:, None] * N + nS[None, :]
     mS = dS[:, None] < D
     dR = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
-    dR = gl.minimum(dR, D - 1) if NARROW else dR             # channels beyond D: any state will do, their dY and W are 0
+    dR = gl.minimum(dR, D - 1) if NARROW else dR               # channels beyond D: any state will do, their dY and W are 0
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
@@ -427,18 +428,14 @@ def _exact_bwd_kernel(
     dtok += (pd * rows + row) * (2 * N)
     ckpt += chunk * N * D
     NC = (length + C - 1) // C
+    wide = (rx, x, sx, oX), (rb, b, sb, oB)
+    if HAS_Z:
+        wide = wide + ((rz, z, sz, oZ),)
+    wide = wide + ((rg, g, sg, oG),)
+    key_rows = (rk, k), (rq, q)
     for i in gl.static_range(NS - 1):
         c = gl.maximum(NC - 1 - i, 0)
-        c64 = c.to(gl.int64) * C
-        mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
-        mK = tK < length - c * C
-        _copy(rx.index(i), x + c64 * sx, oX, mT, RAGGED_T or NARROW, VEC)
-        _copy(rb.index(i), b + c64 * sb, oB, mT, RAGGED_T or NARROW, VEC)
-        if HAS_Z:
-            _copy(rz.index(i), z + c64 * sz, oZ, mT, RAGGED_T or NARROW, VEC)
-        _copy(rg.index(i), g + c64 * sg, oG, mT, RAGGED_T or NARROW, VEC)
-        _copy(rk.index(i), k + c64 * N, oK, mK, RAGGED_T)
-        _copy(rq.index(i), q + c64 * N, oK, mK, RAGGED_T)
+        _copy_chunk(i, c, length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
@@ -452,16 +449,7 @@ def _exact_bwd_kernel(
             async_copy.wait_group(NS - 2)
             cn = gl.maximum(c - (NS - 1), 0)
             sn = (i_ + NS - 1) % NS
-            c64 = cn.to(gl.int64) * C
-            mTn = _mask(tC < length - cn * C, mC, LAST, NARROW)
-            mKn = tK < length - cn * C
-            _copy(rx.index(sn), x + c64 * sx, oX, mTn, LAST or NARROW, VEC)
-            _copy(rb.index(sn), b + c64 * sb, oB, mTn, LAST or NARROW, VEC)
-            if HAS_Z:
-                _copy(rz.index(sn), z + c64 * sz, oZ, mTn, LAST or NARROW, VEC)
-            _copy(rg.index(sn), g + c64 * sg, oG, mTn, LAST or NARROW, VEC)
-            _copy(rk.index(sn), k + c64 * N, oK, mKn, LAST)
-            _copy(rq.index(sn), q + c64 * N, oK, mKn, LAST)
+            _copy_chunk(sn, cn, length, wide, key_rows, tC, mC, tK, oK, LAST, NARROW, VEC)
             _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
             async_copy.commit_group()
             bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
