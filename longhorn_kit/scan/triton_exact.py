@@ -54,6 +54,14 @@ def _halves(v, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _add_product(Ah, Al, Bh, Bl, total):
+    # total + (Ah + Al) (Bh + Bl) but for the product of the low parts, from the smallest on.
+    total = mma_v2(Al, Bh, total)
+    total = mma_v2(Ah, Bl, total)
+    return mma_v2(Ah, Bh, total)
+
+
+@gluon.jit
 def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
     # Of block pd. The last block of a ragged width starts early instead of ending late: nothing of it lies outside.
     return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
@@ -296,9 +304,7 @@ def _exact_fwd_kernel(
         KS = mma_v2(Sh, knT, KS)
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-            Y = mma_v2(Ul, Mh, Y)
-            Y = mma_v2(Uh, Ml, Y)
-            Y = mma_v2(Uh, Mh, Y)
+            Y = _add_product(Uh, Ul, Mh, Ml, Y)
             if HAS_Z:
                 Y = Y * gate
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
@@ -496,9 +502,7 @@ def _exact_bwd_kernel(
             Dh = d_high.permute((1, 0)).load(LEFT)
             Dl = d_low.permute((1, 0)).load(LEFT)
             Bh, Bl = _halves(QK, RIGHT)
-            V = mma_v2(Dl, Bh, V)
-            V = mma_v2(Dh, Bl, V)
-            s_w.store(mma_v2(Dh, Bh, V))
+            s_w.store(_add_product(Dh, Dl, Bh, Bl, V))
             g_high.store(Gh)
             g_low.store(Gl)
             acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
@@ -552,9 +556,7 @@ def _exact_bwd_kernel(
                 Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
                 Y = mma_v2(Sl, qT, zD)
                 Y = mma_v2(Sh, qT, Y)
-                Y = mma_v2(Ul, Mh, Y)
-                Y = mma_v2(Uh, Ml, Y)
-                Y = mma_v2(Uh, Mh, Y)
+                Y = _add_product(Uh, Ul, Mh, Ml, Y)
             # sums over channels: rows are steps
             TDh = d_high.load(LEFT)
             TDl = d_low.load(LEFT)
@@ -568,25 +570,15 @@ def _exact_bwd_kernel(
                 TUl = _and(TUl, own_left)
                 BSh = _and(BSh, own_right)
                 BSl = _and(BSl, own_right)
-            dQ = mma_v2(TDl, BSh, zN)
-            dQ = mma_v2(TDh, BSl, dQ)
-            dQ = mma_v2(TDh, BSh, dQ)
-            minus = mma_v2(TWl, BSh, zN)
-            minus = mma_v2(TWh, BSl, minus)
-            minus = mma_v2(TWh, BSh, minus)
+            dQ = _add_product(TDh, TDl, BSh, BSl, zN)
+            minus = _add_product(TWh, TWl, BSh, BSl, zN)
             BGh = g_high.load(RIGHT)
             BGl = g_low.load(RIGHT)
-            dK = mma_v2(TUl, BGh, zN)
-            dK = mma_v2(TUh, BGl, dK)
-            dK = mma_v2(TUh, BGh, dK)
+            dK = _add_product(TUh, TUl, BGh, BGl, zN)
             BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
             BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
-            P = mma_v2(TDl, BUh, zC)
-            P = mma_v2(TDh, BUl, P)
-            P = gl.where(causal, mma_v2(TDh, BUh, P), 0.0)
-            R = mma_v2(TWl, BUh, zC)
-            R = mma_v2(TWh, BUl, R)
-            R = gl.where(causal, mma_v2(TWh, BUh, R), 0.0)
+            P = gl.where(causal, _add_product(TDh, TDl, BUh, BUl, zC), 0.0)
+            R = gl.where(causal, _add_product(TWh, TWl, BUh, BUl, zC), 0.0)
             Ph, Pl = _halves(P, LEFT)
             dQ = mma_v2(Pl, kb, dQ)
             dQ = mma_v2(Ph, kb, dQ)
