@@ -409,8 +409,6 @@ def _exact_bwd_kernel(
     # read in every chunk: from global memory this waited longer than any other instruction
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # what a lane sums over steps for the skip; with that for the bias in registers too, some would spill
-    s_ads = gl.allocate_shared_memory(gl.float32, [128 // BD, BD], rows2)
     if HAS_BIAS:
         s_bias.store(_load(bias, dT, dT < D, NARROW).to(gl.float32))
     if HAS_SKIP:
@@ -445,7 +443,7 @@ def _exact_bwd_kernel(
         _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
         async_copy.commit_group()
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
-    s_ads.store(gl.zeros([128 // BD, BD], gl.float32, TILE))
+    ads = gl.zeros([128 // BD, BD], gl.float32, TILE)
     begin = 0
     for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the sequence's last chunk, which may lack rows, by itself
         end = gl.minimum(NC, 1) if LAST else NC
@@ -489,6 +487,8 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
+            if BD < 32:                                    # early, while there are registers to spare: later, nothing hides its wait
+                ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
             s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, mma_v2(sk.load(LEFT), kT, zC))
@@ -602,16 +602,16 @@ def _exact_bwd_kernel(
             _store(dx + o64, oT, gl.fma(ds, dy, W), mO, LAST or NARROW)
             xf = s_x.load(TILE)
             abi = _add_products(WU, em, abi)
-            ads = _add_products(dy, xf, s_ads.load(TILE))
+            if BD >= 32:
+                ads = _add_products(dy, xf, ads)
             if HAS_Z:
                 s_e.permute((1, 0)).store(Y)
                 y = gl.fma(ds, xf, s_e.load(TILE))
                 _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
-            s_ads.store(ads)
         begin = end
     async_copy.wait_group(0)                           # the sums may use shared memory that a copy is still filling
     _store(dbias + seq * D, dT, gl.sum(abi, 0), dT < D, NARROW)
-    _store(dskip + seq * D, dT, gl.sum(s_ads.load(TILE), 0), dT < D, NARROW)
+    _store(dskip + seq * D, dT, gl.sum(ads, 0), dT < D, NARROW)
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-032
