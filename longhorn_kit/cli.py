@@ -144,7 +144,8 @@ def same_settings(
         return True
     from longhorn_kit.lab.records import to_plain
     now = to_plain(module.settings_for(scale))
-    return all(record["settings"].get(name) == value for name, value in now.items())
+    then = record.get("asked", record["settings"]) # what was run may have been fitted to the time there was
+    return all(then.get(name) == value for name, value in now.items())
 
 # %% ../nbs/cli.ipynb #cli-025
 def run_claim(

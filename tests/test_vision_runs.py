@@ -367,6 +367,14 @@ def test_a_comparison_with_failed_runs_is_never_finished(tmp_path, monkeypatch, 
     assert cli.main(["reproduce", "vision", "--scale", "gpu", "--fresh"]) == 0 and (folder / "record.json").exists()
 
 
+def test_a_finished_comparison_is_not_run_again(tmp_path, monkeypatch, capsys, small_gpu_run):
+    "Although its epochs were planned for the time there was, and differ from those of the settings."
+    monkeypatch.chdir(tmp_path)
+    for told in ("going on", "already finished"):
+        (tmp_path / "runs" / "vision" / "gpu").mkdir(parents=True, exist_ok=True)
+        assert cli.main(["reproduce", "vision", "--scale", "gpu"]) == 0 and told in capsys.readouterr().out
+
+
 def test_a_later_call_has_its_own_time_for_what_failed(tmp_path, small_gpu_run):
     small_gpu_run.add("deit")
     lab.run("gpu", tmp_path)

@@ -1196,7 +1196,7 @@ def run(
         if left := unfinished(found, config):
             print(f"vision: not finished: {'; '.join(left)} (the same command tries each run twice, "
                   "--fresh begins again)", file=sys.stderr)
-        return gpu_record([found], folder / ("partial.json" if left else "record.json"))
+        return gpu_record([found], folder / ("partial.json" if left else "record.json"), config)
     digits() # so that a missing scikit-learn is told before processes are started
     grid = [(name, seed, config, folder / "cells") for seed in config.seeds for name in config.models]
     cells = side_by_side(digits_cell, grid, workers, "digits (model, seed)")
@@ -1234,6 +1234,7 @@ def unfinished(
 def gpu_record(
     parts: list[dict],  # what every worker wrote
     path: str | Path,   # file for the record
+    asked: CompareConfig = SETTINGS["gpu"], # before the epochs were planned for the time there was
 ) -> dict:
     "One record of all workers' results."
     cells = [cell for part in parts for cell in part["runs"]]
@@ -1243,7 +1244,7 @@ def gpu_record(
     same = {key: value for key, value in cells[0]["settings"].items() if key != "seed"}
     seeds = sorted({cell["seed"] for cell in cells})
     record = {
-        "claim": "vision", "scale": "gpu",
+        "claim": "vision", "scale": "gpu", "asked": asdict(asked),
         "settings": asdict(replace(SETTINGS["gpu"], data="CIFAR-10", seeds=tuple(seeds))) | {"fit": same},
         "results": results_of(cells, there) | {"data": "CIFAR-10", "held_out": 10000} | extras,
         "environment": parts[0]["environment"], "command": parts[0]["command"],
