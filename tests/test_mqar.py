@@ -304,17 +304,6 @@ def test_a_kept_run_has_few_points_and_the_mean_of_all_late_ones(tmp_path, monke
     assert mqar_grid.thin(row["curve"]) == row["curve"]
 
 
-def test_a_folder_whose_runs_keep_their_whole_curves_goes_on(tmp_path):
-    grid = replace(TINY, stages=TINY.stages[1:], lrs=(0.1, 0.2))
-    (first, *_), results = cells(grid), Results(tmp_path)
-    for lr, late in ((0.1, 0.9), (0.2, 0.5)):
-        curve = {"steps": list(range(1, 101)), "loss": [1.0] * 100, "accuracy": [0.7] * 90 + [late] * 10}
-        row = fake(replace(first, lr=lr), 0.8) | {"curve": curve}
-        results.add({name: value for name, value in row.items() if name != "late_accuracy"})
-    best = mqar_grid.best_run(first, grid.lrs, results.refresh())
-    assert best.lr == 0.1 and len(results.of(best)["curve"]["steps"]) == 20
-
-
 def test_the_committed_runs_make_the_committed_record(tmp_path):
     folder = mqar_grid.claims.results_folder() / "mqar"
     shutil.copytree(folder / "gpu", tmp_path / "gpu")

@@ -129,9 +129,7 @@ class Results:
         "Read the file again if it has grown; self."
         size = self.path.stat().st_size if self.path.exists() else 0
         if size != self.size:
-            whole = lambda row: "curve" in row and "late_accuracy" not in row # of an older recall grid
-            rows = [shortened(row) if whole(row) else row for row in read_jsonl(self.path)]
-            self.found = {key_of(row["settings"]): row for row in rows}
+            self.found = {key_of(row["settings"]): row for row in read_jsonl(self.path)}
             self.size = size
         return self
 
