@@ -158,6 +158,15 @@ def test_low_precision_keeps_a_float32_state_even_under_autocast():
     assert (y.double() - expected).norm() < 4e-3 * expected.norm()
 
 
+def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace(chunk_gla="the kernel"))
+    matrix._tunes_first.cache_clear()
+    for _ in range(2):
+        assert matrix.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0] == "the kernel"
+    (line,) = caplog.messages
+    assert "tunes chunk_gla when it first runs" in line
+
+
 SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_scan` relies on
     "chunk_gla": ("gla", "q k v g"), "chunk_simple_gla": ("simple_gla", "q k v g"), "chunk_rwkv6": ("rwkv6", "r k v w u"),
     "chunk_delta_rule": ("delta_rule", "q k v beta"), "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),

@@ -11,6 +11,7 @@ __all__ = ['STRONGEST', 'MATRIX_SCANS', 'matrix_update', 'matrix_read', 'referen
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-003
 import functools
 import importlib
+import logging
 import re
 from importlib import metadata
 from importlib.util import find_spec
@@ -233,6 +234,12 @@ def pick_matrix_backend(
     return "chunked" if obstacle or rounds else "fla"
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-039
+_log = logging.getLogger(__name__)
+
+@functools.cache # one line a function
+def _tunes_first(name):
+    _log.warning("longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, which can take minutes", name)
+
 def fla_kernel(k, log_decay, beta, bonus):
     "The function of flash-linear-attention for these arguments, and the rates that it takes after q, k, x."
     name = fla_function(log_decay, beta, bonus)
@@ -242,6 +249,7 @@ def fla_kernel(k, log_decay, beta, bonus):
         one = name in ("chunk_simple_gla", "chunk_gated_delta_rule")
         log_decay = log_decay[..., 0] if one else log_decay.expand(k.shape)
     rates = [t.contiguous() for t in (log_decay, beta, bonus) if t is not None]
+    _tunes_first(name)
     return getattr(importlib.import_module("fla.ops"), name), rates
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-040
