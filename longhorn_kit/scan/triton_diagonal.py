@@ -157,13 +157,17 @@ def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
-    # The sum of a b over what a lane holds: the middle dimension of (R, HELD, C).
+def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, total=None):
+    # The sum of a b over what a lane holds: the middle dimension of (R, HELD, C), added to total if there is one.
     a, b = gl.broadcast(a, b)
     a_tiles = _held(a, R, HELD, C)
     b_tiles = _held(b, R, HELD, C)
-    total = a_tiles[0] * b_tiles[0]
-    for i in gl.static_range(1, HELD):
+    FIRST: gl.constexpr = 1 if total is None else 0
+    if total is None:
+        total = a_tiles[0] * b_tiles[0]
+    else:
+        total = gl.convert_layout(gl.reshape(total, [R, C]), a_tiles[0].type.layout, assert_trivial=True)
+    for i in gl.static_range(FIRST, HELD):
         total = gl.fma(a_tiles[i], b_tiles[i], total)
     return total
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .triton_diagonal import LOG2E, _adjacent, _aligned, _at_most, _copy, _exp, _fnma, _held, _load
+from .triton_diagonal import LOG2E, _adjacent, _aligned, _at_most, _copy, _dot, _exp, _fnma, _held, _load
 from .triton_diagonal import _mask, _reciprocal, _rows_apart, _store
 from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _collect
@@ -127,12 +127,8 @@ def _add_products(a, b, total):
     # The products of a and b (C,BD) added to total (R,BD), every R-th row: nothing leaves its lane.
     HELD: gl.constexpr = a.shape[0] // total.shape[0]
     SIZE: gl.constexpr = total.shape[0] * total.shape[1]
-    a_rows = _held(a, 1, HELD, SIZE)
-    b_rows = _held(b, 1, HELD, SIZE)
-    sums = gl.convert_layout(gl.reshape(total, [1, SIZE]), a_rows[0].type.layout, assert_trivial=True)
-    for i in gl.static_range(HELD):
-        sums = gl.fma(a_rows[i], b_rows[i], sums)
-    return gl.convert_layout(gl.reshape(sums, total.shape), total.type.layout, assert_trivial=True)
+    sums = gl.reshape(_dot(a, b, 1, HELD, SIZE, total), total.shape)
+    return gl.convert_layout(sums, total.type.layout, assert_trivial=True)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-028
 @gluon.jit(do_not_specialize=["T"])
