@@ -262,6 +262,7 @@ def cases(what):
         yield "fast diagonal N=32", fast_launches("diagonal", N=32)
         yield "fast diagonal N=64", fast_launches("diagonal", N=64)
         yield "fast exact N=64", fast_launches("exact", N=64)
+        yield "fast exact N=128", fast_launches("exact", N=128)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
         for form in ("diagonal", "exact"):
             yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)

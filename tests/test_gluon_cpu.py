@@ -76,6 +76,7 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
 
 CASES = [
     ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=37, D=40, N=64)),
+    ("exact", dict(B=1, T=20, D=40, N=128)),
     ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])), ("exact", dict(B=1, T=20, D=72, N=16, few=False)),
     ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
     ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)), ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),

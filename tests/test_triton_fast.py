@@ -45,18 +45,18 @@ def test_parity_in_other_dtypes(form, shape, dtype):
 
 
 @pytest.mark.parametrize("D", (72, 69))
-@pytest.mark.parametrize("N", (3, 17, 32, 40, 64))
+@pytest.mark.parametrize("N", (3, 17, 32, 40, 64, 100, 128))
 def test_parity_of_exact_with_more_states(N, D):
     assert_close(errors(2, 100, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
 
 
-@pytest.mark.parametrize("N", (16, 64))
+@pytest.mark.parametrize("N", (16, 64, 128))
 def test_exact_at_ragged_ends(N):
     "Sequences shorter than a chunk, of just one, and a last channel block with 8 of 32."
     assert_close(errors(1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5), BF16)
 
 
-@pytest.mark.parametrize("D, N", ((2040, 16), (2044, 16), (2046, 16), (2047, 16), (2040, 32)))
+@pytest.mark.parametrize("D, N", ((2040, 16), (2044, 16), (2046, 16), (2047, 16), (2040, 32), (2040, 128)))
 def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     "So many channels that a block has 32; the last begins early. Lengths of whole chunks and not, and run to run."
     for T in (64, 67):

@@ -483,7 +483,7 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            if BD < 32:                                    # early, while there are registers to spare: later, nothing hides its wait
+            if BD < 32 and N == 16:                        # early, while there are registers to spare: later, nothing hides its wait
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
@@ -598,7 +598,7 @@ def _exact_bwd_kernel(
             _store(dx + o64, oT, gl.fma(ds, dy, W), mO, LAST or NARROW)
             xf = s_x.load(TILE)
             abi = _add_products(WU, em, abi)
-            if BD >= 32:
+            if BD >= 32 or N > 16:
                 ads = _add_products(dy, xf, ads)
             if HAS_Z:
                 s_e.permute((1, 0)).store(Y)
@@ -625,7 +625,7 @@ def exact_plan(
     forward = direction == "forward"
     chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
-    tight = few or NP == 64                 # too few programs, or a state too wide for the registers of one warp
+    tight = few or NP >= 64                 # too few programs, or a state too wide for the registers of one warp
     return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16, False,
                         n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
 
@@ -665,9 +665,9 @@ def _ring(
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
-def exact_takes(N: int, k: torch.dtype, q: torch.dtype) -> bool:
+def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
     "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."
-    return N <= 64 and k == q == torch.bfloat16
+    return k == q == torch.bfloat16
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
 def exact_forward(
@@ -721,12 +721,14 @@ def exact_backward(
     dz = None if z is None else new(*x.shape, like=z.dtype)
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.n_seq, p.D), new(p.n_seq, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
-    _exact_bwd_kernel[(p.n_seq * p.blocks,)](
+    kernel = _exact_bwd_kernel[(p.n_seq * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
         PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D > p.BD and p.D % p.BD != 0,
         NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1, enable_fp_fusion=False)
+    if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
+        _leave_to_cache(kernel, 5)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
                     dinitial[..., : p.N].contiguous(), scalar)

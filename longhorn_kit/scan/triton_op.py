@@ -136,8 +136,8 @@ def _not_taken(form, q, k, checkpoint_every):
         return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
     if form == "diagonal" and not diagonal_takes(N):
         return f"the diagonal ones take N up to 64 (128 where shared memory allows); got N = {N}"
-    if form == "exact" and not exact_takes(N, k.dtype, q.dtype):
-        return f"the exact ones take N up to 64, and keys and queries in bfloat16; got N = {N}, {k.dtype}, {q.dtype}"
+    if form == "exact" and not exact_takes(k.dtype, q.dtype):
+        return f"the exact ones take keys and queries in bfloat16; got {k.dtype}, {q.dtype}"
     if form not in ("diagonal", "exact") and not selective_takes(N):
         return f"the {form} ones take N up to 64; got N = {N}"
 
