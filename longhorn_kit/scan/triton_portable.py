@@ -664,37 +664,36 @@ def _carry(p, carry, decay, edge, cu_seqlens, reverse):
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-034
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
 def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N,
-                NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+                NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # Gradients of k, q (and A) summed over the channel blocks, always in the same order, four loads in flight.
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
+    # The parts of a row lie side by side and are read together.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, NP)
-    part = tl.program_id(1)
-    inside = (r < rows)[:, None] & (n < N)[None, :]
-    source = dtok_ptr + r[:, None] * (WIDTH * NP) + part * NP + n[None, :]
-    total = tl.zeros([ROWS, NP], tl.float32)
+    c = tl.arange(0, COLUMNS)
+    part, n = (c // NP)[None, :], (c % NP)[None, :]
+    there = (r < rows)[:, None] & (c < WIDTH * NP)[None, :]
+    source = dtok_ptr + r[:, None] * (WIDTH * NP) + c[None, :]
+    size = rows.to(tl.int64) * (WIDTH * NP)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     rates = tl.zeros([ROWS], tl.float32)
     for j in range(0, blocks, 4):
         loaded = ()
-        if drate_ptr is not None:
-            if part == 0:
-                for u in tl.static_range(4):
-                    rates += tl.load(drate_ptr + r + (j + u).to(tl.int64) * rows, mask=(r < rows) & (j + u < blocks), other=0.0)
         for u in tl.static_range(4):
-            loaded = loaded + (tl.load(source + (r[:, None] * 0 + j + u) * rows * (WIDTH * NP),
-                                       mask=(r < rows)[:, None] & (j + u < blocks), other=0.0),)
+            loaded = loaded + (tl.load(source + (j + u) * size, mask=there & (j + u < blocks), other=0.0),)
+        if drate_ptr is not None:
+            for u in tl.static_range(4):
+                rates += tl.load(drate_ptr + r + (j + u) * rows.to(tl.int64), mask=(r < rows) & (j + u < blocks), other=0.0)
         for u in tl.static_range(4):
             total += loaded[u]
-    o = r[:, None] * N + n[None, :]
-    if part == 0:
-        if drate_ptr is not None:
-            total = 2.0 * (total - tl.load(k_ptr + o, mask=inside, other=0.0).to(tl.float32) * rates[:, None])
-        tl.store(dk_ptr + o, total.to(dk_ptr.dtype.element_ty), mask=inside)
-    if part == 1:
-        tl.store(dq_ptr + o, total.to(dq_ptr.dtype.element_ty), mask=inside)
+    o, there = r[:, None] * N + n, there & (n < N)
+    dk = total
+    if drate_ptr is not None:
+        k = tl.load(k_ptr + o, mask=there & (part == 0), other=0.0).to(tl.float32)
+        dk = 2.0 * (total - k * rates[:, None])
+    tl.store(dk_ptr + o, dk.to(dk_ptr.dtype.element_ty), mask=there & (part == 0))
+    tl.store(dq_ptr + o, total.to(dq_ptr.dtype.element_ty), mask=there & (part == 1))
     if WIDTH == 3:
-        if part == 2:
-            tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=inside)
+        tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=there & (part == 2))
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-035
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
@@ -702,10 +701,11 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
-        block = max(1, 256 // p.NP)
-        _sum_kernel[(_cdiv(p.rows, block), p.width)](
+        columns = triton.next_power_of_2(p.width * p.NP)
+        block = max(1, 256 // columns)
+        _sum_kernel[(_cdiv(p.rows, block),)](
             dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
-            NP=p.NP, WIDTH=p.width, ROWS=block, num_warps=2, enable_fp_fusion=False)
+            NP=p.NP, WIDTH=p.width, ROWS=block, COLUMNS=columns, num_warps=2, enable_fp_fusion=False)
     if A is not None:
         dA = (dA.sum(0) if p.width == 2 else dA_t).to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db
