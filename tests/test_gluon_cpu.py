@@ -202,6 +202,14 @@ def _unknown_kernel(x_ptr):
     gl.store(x_ptr, gl.erf(gl.load(x_ptr)))
 
 
+@gluon.jit
+def _two_layouts_kernel(x_ptr, out_ptr, STORED: gl.constexpr, READ: gl.constexpr):
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
+    i = gl.arange(0, 2, gl.SliceLayout(1, LANES))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    shared = gl.allocate_shared_memory(gl.float32, [2, 4], gl.SharedLinearLayout(STORED), gl.load(x_ptr + i))
+    gl.store(out_ptr + i, shared._reinterpret(gl.float32, [2, 4], gl.SharedLinearLayout(READ)).load(LANES))
+
+
 def copied(pending=0, mask=True):
     x, out = torch.arange(50.0), torch.zeros(50)
     with gluon_on_cpu():
@@ -217,6 +225,19 @@ def test_a_copy_arrives_when_it_is_waited_for():
 def test_a_place_outside_a_tensor_is_an_error():
     with pytest.raises(IndexError, match="program 1 leaves a tensor's memory"):
         copied(mask=False)
+
+
+def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
+    def read(stored, then):
+        x, out = torch.arange(8.0), torch.zeros(8)
+        with gluon_on_cpu():
+            _two_layouts_kernel[(1,)](x, out, stored, then, num_warps=1)
+        return out.tolist()
+    plain, up = [[0, 1], [0, 2], [1, 0]], [[0, 1], [0, 2], [1, 3]]
+    assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(plain, [[1, 0], [0, 1], [0, 2]]) == [0, 2, 4, 6, 1, 3, 5, 7]
+    with pytest.raises(ValueError, match="a place of its own"):
+        read(plain, [[0, 1], [0, 2], [0, 3]])
 
 
 def test_an_operation_that_is_not_known_is_named():

@@ -6,6 +6,7 @@
 __all__ = ['Block', 'Pointer', 'Shared', 'Interpreter', 'gluon_on_cpu']
 
 # %% ../../nbs/scan/12_triton_primer.ipynb #12_triton_primer-004
+import math
 import types
 from contextlib import contextmanager
 
@@ -40,17 +41,34 @@ class Pointer:
         return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 
-class Shared:
-    "A buffer in shared memory, or a part of one."
-    def __init__(self, values):
-        self.values, self.shape = values, values.shape
+def _places(shape, vectors): # of all elements in shared memory: in order, or as the vectors of a SharedLinearLayout say
+    in_order = torch.arange(math.prod(shape)).view(*shape)
+    if vectors is None:
+        return in_order
+    element, tile = torch.zeros(1, len(vectors[0]), dtype=torch.long), shape[-len(vectors[0]):]
+    for vector in vectors:
+        element = torch.cat((element, element ^ torch.tensor(vector)))
+    place = torch.full(tile, -1)
+    place[tuple(element.T)] = torch.arange(len(element))
+    if len(element) != place.numel() or (place < 0).any():
+        raise ValueError(f"gluon_on_cpu: in layout {vectors} not every element of {list(tile)} has a place of its own")
+    return in_order // place.numel() * place.numel() + place
 
-    def load(self, layout): return self.values.clone().as_subclass(Block)
-    def store(self, values): self.values.copy_(values)
-    def index(self, i): return Shared(self.values[int(i)])
-    def slice(self, start, length, dim): return Shared(self.values.narrow(dim, int(start), length))
-    def permute(self, dims): return Shared(self.values.permute(dims))
-    def _reinterpret(self, dtype, shape, layout): return Shared(self.values.view(dtype).view(shape))
+
+class Shared:
+    "A buffer in shared memory, or a part of one: a memory, and the place in it of every element."
+    def __init__(self, memory, places):
+        self.memory, self.places, self.shape = memory, places, places.shape
+
+    def load(self, layout): return _block(self.memory[self.places])
+    def store(self, values): self.memory[self.places] = values.to(self.memory.dtype).as_subclass(torch.Tensor)
+    def index(self, i): return Shared(self.memory, self.places[int(i)])
+    def slice(self, start, length, dim): return Shared(self.memory, self.places.narrow(dim, int(start), length))
+    def permute(self, dims): return Shared(self.memory, self.places.permute(dims))
+
+    def _reinterpret(self, dtype, shape, layout): # the same bytes, another type or other places
+        first = int(self.places.min())
+        return Shared(self.memory[first : first + self.places.numel()].view(dtype), _places(shape, layout))
 
 # %% ../../nbs/scan/12_triton_primer.ipynb #12_triton_primer-023f
 class Interpreter:
@@ -67,6 +85,7 @@ class Interpreter:
             return lambda *args, **kwargs: None
         raise AttributeError(f"gluon_on_cpu: gl.{name} is not known here")
 
+    def SharedLinearLayout(self, bases): return bases
     def program_id(self, axis): return _block(self.program)
     def arange(self, first, end, layout): return _block(torch.arange(first, end))
     def full(self, shape, value, dtype, layout): return _block(torch.full(shape, value, dtype=dtype))
@@ -88,9 +107,10 @@ class Interpreter:
     def split(self, v): return v[..., 0], v[..., 1]
     def convert_layout(self, v, layout, assert_trivial=False): return v
     def mma_v2(self, a, b, total): return total + a.float() @ b.float()
-    def allocate_shared_memory(self, dtype, shape, layout, value=float("nan")):
-        shared = Shared(torch.empty(shape, dtype=dtype))
-        shared.values[:] = value
+    def allocate_shared_memory(self, dtype, shape, layout, value=None):
+        shared = Shared(torch.full((math.prod(shape),), float("nan"), dtype=dtype), _places(shape, layout))
+        if value is not None:
+            shared.store(value)
         return shared
 
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
@@ -122,7 +142,7 @@ class Interpreter:
 
     def async_copy_global_to_shared(self, shared, p, mask=None):
         self.copies.append((shared, self.load(p, mask)))
-        shared.values.fill_(float("nan"))
+        shared.store(torch.tensor(float("nan")))
 
     def commit_group(self):
         self.groups, self.copies = [*self.groups, self.copies], []

@@ -39,6 +39,25 @@ def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
     odd = gl.join(gl.join(gl.join(c[1], c[9]), gl.join(c[5], c[13])), gl.join(gl.join(c[3], c[11]), gl.join(c[7], c[15])))
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [R, 16]), LAYOUT, assert_trivial=True)
 
+
+@gluon.jit
+def _substitute(acc, es, gram, zero, R: gl.constexpr, ROW: gl.constexpr):
+    # U of (2) as 16 columns, of its right side and rates as such. ROW is the dimension of the Gram matrix that counts rows.
+    us = ()
+    for j in gl.static_range(16):
+        u = es[j] * acc[j]
+        us = us + (u,)
+        if j < 15:
+            down = _columns(gl.broadcast(gram.slice(j, 1, ROW).load(zero.type.layout), zero)[0], R)
+            rest = ()
+            for i in gl.static_range(16):
+                if i > j:
+                    rest = rest + (_fnma(down[i], u, acc[i]),)
+                else:
+                    rest = rest + (acc[i],)
+            acc = rest
+    return us
+
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-026
 @gluon.jit
 def _split(v):
@@ -105,6 +124,13 @@ def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
         chunk = seq * ((T + 15) // 16 + EXTRA)
     return batch, start, row, length, chunk
 
+
+@gluon.jit
+def _pair(a, b):
+    # (2,R,C) of two tiles (R,C).
+    return gl.permute(gl.join(a, b), (2, 0, 1))
+
+
 @gluon.jit
 def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
     # 1 + |k|^2 of every step, in all rows of a (BD,C) tile: k times k is two bfloat16 exactly, and a product with ones sums them.
@@ -118,7 +144,7 @@ def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, 
     kk = mma_v2(ones, low, gl.full([R, C], 1.0, gl.float32, MMA))
     kk = mma_v2(ones, high, kk)
     if R < BD:
-        kk = gl.convert_layout(gl.reshape(gl.permute(gl.join(kk, kk), (2, 0, 1)), [BD, C]), MMA)
+        kk = gl.convert_layout(gl.reshape(_pair(kk, kk), [BD, C]), MMA)
     return kk
 
 
@@ -273,20 +299,7 @@ def _exact_fwd_kernel(
             en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
             if HAS_Z:
                 gate = zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
-        us = ()
-        for j in gl.static_range(C):
-            u = es[j] * acc[j]
-            us = us + (u,)
-            if j < C - 1:
-                gram = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
-                rest = ()
-                for i in gl.static_range(C):
-                    if i > j:
-                        rest = rest + (_fnma(gram[i], u, acc[i]),)
-                    else:
-                        rest = rest + (acc[i],)
-                acc = rest
-        s_u.store(_from_columns(us, BD, LANE))
+        s_u.store(_from_columns(_substitute(acc, es, s_gram, zU, BD, 0), BD, LANE))
         # region 2
         Uh, Ul = _halves(s_u.load(LEFT), LEFT)
         s_e.store(en)
@@ -348,6 +361,22 @@ def _exact_bwd_kernel(
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # BD = 16: lanes 0 to 15 do U, 16 to 31 W, and names in p are pairs of tiles. Step 15 - i is i with all bits turned over:
+    # what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse order.
+    PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
+    rates: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [1, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+    rates_up: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 15, 0], [1, 14, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+    sides: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 0]])
+    sides_up: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 15]])
+    grams: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [1, 0, 0], [0, 0, 8], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+    grams_up: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [1, 15, 15], [0, 0, 8], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+    halves: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
     pd = pid % ND
@@ -393,11 +422,20 @@ def _exact_bwd_kernel(
         rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, C, BD], rows2)
         s_f = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
     s_x = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_e = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
+    if BD == 32:
+        s_e = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
+    else:
+        p_e = gl.allocate_shared_memory(gl.float32, [2, C, BD], rates)
+        s_e = p_e._reinterpret(gl.float32, [2, C, BD], by_step).index(0)
     s_m = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
     s_dy = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+    if BD == 32:
+        s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+        s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
+    else:
+        p_uw = gl.allocate_shared_memory(gl.float32, [2, BD, C], sides)
+        s_u = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(0)
+        s_w = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(1)
     d_high = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
     d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
     g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
@@ -410,6 +448,7 @@ def _exact_bwd_kernel(
     if HAS_SKIP:
         s_skip.store(_load(skip, dT, dT < D, NARROW).to(gl.float32))
     zU = gl.zeros([BD, C], gl.float32, LANE)
+    zP = gl.zeros([2, BD, C], gl.float32, PAIR)
     zC = gl.zeros([C, C], gl.float32, MMA)
     zN = gl.zeros([C, N], gl.float32, MMA)
     zD = gl.zeros([BD, C], gl.float32, MMA)
@@ -474,11 +513,17 @@ def _exact_bwd_kernel(
                 eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
                 inverse = _reciprocal(ea * eb)
                 gate = inverse * ea
-                s_e.store(inverse * eb)
-                s_f.store(dy * gate * gl.fma(zf, 1.0 - gate, 1.0))
+                e = inverse * eb
+                f = dy * gate * gl.fma(zf, 1.0 - gate, 1.0)
                 dy = dy * zf * gate
             else:
-                s_e.store(_reciprocal(ea))
+                e = _reciprocal(ea)
+            if BD == 32:
+                s_e.store(e)
+            else:
+                p_e._reinterpret(gl.float32, [2, C, BD], rates_up).store(_pair(e, e))
+            if HAS_Z:
+                s_f.store(f)
             s_dy.store(dy)
             dh, dl = _split(dy)
             d_high.store(dh)
@@ -487,56 +532,86 @@ def _exact_bwd_kernel(
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
-            s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, mma_v2(sk.load(LEFT), kT, zC))
+            gram = mma_v2(sk.load(LEFT), kT, zC)
+            if BD == 32:
+                s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, gram)
+            else:
+                p_gram = gl.allocate_shared_memory(gl.float32, [2, C, C], grams_up, _pair(gram, gram))
             QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
             Sh, Sl = _halves(sS.load(LEFT), LEFT)
             KS = mma_v2(Sl, kT, zD)
-            s_u.store(mma_v2(Sh, kT, KS))
+            KS = mma_v2(Sh, kT, KS)
+            if BD == 32:
+                s_u.store(KS)
             Gh, Gl = _halves(G, LEFT)
             V = mma_v2(Gl, kT, zD)
             V = mma_v2(Gh, kT, V)
             Dh = d_high.permute((1, 0)).load(LEFT)
             Dl = d_low.permute((1, 0)).load(LEFT)
             Bh, Bl = _halves(QK, RIGHT)
-            s_w.store(_add_product(Dh, Dl, Bh, Bl, V))
+            V = _add_product(Dh, Dl, Bh, Bl, V)
+            if BD == 32:
+                s_w.store(V)
+            else:
+                p_uw._reinterpret(gl.float32, [2, BD, C], sides_up).store(_pair(s_x.permute((1, 0)).load(MMA) - KS, V))
             g_high.store(Gh)
             g_low.store(Gl)
-            acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
-            bac = _columns(s_w.load(LANE), BD)
-            es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-            us = ()
-            ws = ()
-            for j in gl.static_range(C):
-                u = es[j] * acc[j]
-                us = us + (u,)
-                w = es[15 - j] * bac[15 - j]
-                ws = (w,) + ws
-                if j < C - 1:
-                    down = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
-                    up = _columns(gl.broadcast(s_gram.slice(15 - j, 1, 0).load(LANE), zU)[0], BD)
-                    na = ()
-                    nb = ()
-                    for i in gl.static_range(C):
-                        if i > j:
-                            na = na + (_fnma(down[i], u, acc[i]),)
-                        else:
-                            na = na + (acc[i],)
-                        if i < 15 - j:
-                            nb = nb + (_fnma(up[i], w, bac[i]),)
-                        else:
-                            nb = nb + (bac[i],)
-                    acc = na
-                    bac = nb
-            u = _from_columns(us, BD, LANE)
-            w = _from_columns(ws, BD, LANE)
-            s_u.store(u)
-            s_w.store(w)
-            uh, ul = _split(u)
-            u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, uh)
-            u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, ul)
-            wh, wl = _split(-w)
-            w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wh)
-            w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wl)
+            if BD == 32:
+                acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
+                bac = _columns(s_w.load(LANE), BD)
+                es = _columns(s_e.permute((1, 0)).load(LANE), BD)
+                us = ()
+                ws = ()
+                for j in gl.static_range(C):
+                    u = es[j] * acc[j]
+                    us = us + (u,)
+                    w = es[15 - j] * bac[15 - j]
+                    ws = (w,) + ws
+                    if j < C - 1:
+                        down = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
+                        up = _columns(gl.broadcast(s_gram.slice(15 - j, 1, 0).load(LANE), zU)[0], BD)
+                        na = ()
+                        nb = ()
+                        for i in gl.static_range(C):
+                            if i > j:
+                                na = na + (_fnma(down[i], u, acc[i]),)
+                            else:
+                                na = na + (acc[i],)
+                            if i < 15 - j:
+                                nb = nb + (_fnma(up[i], w, bac[i]),)
+                            else:
+                                nb = nb + (bac[i],)
+                        acc = na
+                        bac = nb
+                u = _from_columns(us, BD, LANE)
+                w = _from_columns(ws, BD, LANE)
+                s_u.store(u)
+                s_w.store(w)
+                uh, ul = _split(u)
+                u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, uh)
+                u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, ul)
+                wh, wl = _split(-w)
+                w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wh)
+                w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wl)
+            else:
+                acc = _columns(p_uw.load(PAIR), 2 * BD)
+                es = _columns(p_e.permute((0, 2, 1)).load(PAIR), 2 * BD)
+                us = _substitute(acc, es, p_gram._reinterpret(gl.float32, [2, C, C], grams), zP, 2 * BD, 1)
+                first = gl.arange(0, 2 * BD, us[0].type.layout) < BD
+                uw = ()
+                for j in gl.static_range(C):
+                    uw = uw + (gl.where(first, us[j], -us[15 - j]),)
+                uw = gl.reshape(_from_columns(uw, 2 * BD, LANE), [2, BD, C])
+                p_uw.store(uw)
+                high, low = _split(uw)
+                p_high = gl.allocate_shared_memory(gl.bfloat16, [2, BD, C], halves, high)
+                p_high = p_high._reinterpret(gl.bfloat16, [2, BD, C], halves_by_channel)
+                p_low = gl.allocate_shared_memory(gl.bfloat16, [2, BD, C], halves, low)
+                p_low = p_low._reinterpret(gl.bfloat16, [2, BD, C], halves_by_channel)
+                u_high = p_high.index(0)
+                u_low = p_low.index(0)
+                w_high = p_high.index(1)
+                w_low = p_low.index(1)
             # the adjoint of the state before the chunk
             Wh = w_high.load(LEFT)
             Wl = w_low.load(LEFT)
@@ -591,6 +666,8 @@ def _exact_bwd_kernel(
             _store(dtok + t64, oM, dK + minus, iM[:, None] < left, LAST)
             o64 = c.to(gl.int64) * (C * D)
             W = s_w.permute((1, 0)).load(TILE)
+            if BD == 16:                                   # -W was stored
+                W = -W
             WU = W * s_u.permute((1, 0)).load(TILE)
             em = s_m.load(TILE)
             _store(db + o64, oT, WU * em, mO, LAST or NARROW)
