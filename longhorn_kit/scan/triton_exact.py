@@ -58,6 +58,35 @@ def _substitute(acc, es, gram, zero, R: gl.constexpr, ROW: gl.constexpr):
             acc = rest
     return us
 
+
+@gluon.jit
+def _substitute_both(acc, bac, es, gram, zero, R: gl.constexpr):
+    # U of (2) from the first column on and W of (6) from the last, side by side.
+    us = ()
+    ws = ()
+    for j in gl.static_range(16):
+        u = es[j] * acc[j]
+        us = us + (u,)
+        w = es[15 - j] * bac[15 - j]
+        ws = (w,) + ws
+        if j < 15:
+            down = _columns(gl.broadcast(gram.slice(j, 1, 0).load(zero.type.layout), zero)[0], R)
+            up = _columns(gl.broadcast(gram.slice(15 - j, 1, 0).load(zero.type.layout), zero)[0], R)
+            na = ()
+            nb = ()
+            for i in gl.static_range(16):
+                if i > j:
+                    na = na + (_fnma(down[i], u, acc[i]),)
+                else:
+                    na = na + (acc[i],)
+                if i < 15 - j:
+                    nb = nb + (_fnma(up[i], w, bac[i]),)
+                else:
+                    nb = nb + (bac[i],)
+            acc = na
+            bac = nb
+    return us, ws
+
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-026
 @gluon.jit
 def _split(v):
@@ -560,29 +589,7 @@ def _exact_bwd_kernel(
                 acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
                 bac = _columns(s_w.load(LANE), BD)
                 es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-                us = ()
-                ws = ()
-                for j in gl.static_range(C):
-                    u = es[j] * acc[j]
-                    us = us + (u,)
-                    w = es[15 - j] * bac[15 - j]
-                    ws = (w,) + ws
-                    if j < C - 1:
-                        down = _columns(gl.broadcast(s_gram.slice(j, 1, 0).load(LANE), zU)[0], BD)
-                        up = _columns(gl.broadcast(s_gram.slice(15 - j, 1, 0).load(LANE), zU)[0], BD)
-                        na = ()
-                        nb = ()
-                        for i in gl.static_range(C):
-                            if i > j:
-                                na = na + (_fnma(down[i], u, acc[i]),)
-                            else:
-                                na = na + (acc[i],)
-                            if i < 15 - j:
-                                nb = nb + (_fnma(up[i], w, bac[i]),)
-                            else:
-                                nb = nb + (bac[i],)
-                        acc = na
-                        bac = nb
+                us, ws = _substitute_both(acc, bac, es, s_gram, zU, BD)
                 u = _from_columns(us, BD, LANE)
                 w = _from_columns(ws, BD, LANE)
                 s_u.store(u)
