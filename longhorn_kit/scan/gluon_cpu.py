@@ -41,8 +41,9 @@ class Pointer:
         return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 
-def _places(shape, vectors): # of all elements in shared memory: in order, or as the vectors of a SharedLinearLayout say
+def _places(shape, layout): # of all elements in shared memory: in order, or as the vectors of a SharedLinearLayout say
     in_order = torch.arange(math.prod(shape)).view(*shape)
+    vectors = getattr(layout, "offset_bases", None)
     if vectors is None:
         return in_order
     element, tile = torch.zeros(1, len(vectors[0]), dtype=torch.long), shape[-len(vectors[0]):]
@@ -85,7 +86,7 @@ class Interpreter:
             return lambda *args, **kwargs: None
         raise AttributeError(f"gluon_on_cpu: gl.{name} is not known here")
 
-    def SharedLinearLayout(self, bases): return bases
+    def SharedLinearLayout(self, bases): return types.SimpleNamespace(offset_bases=bases)
     def program_id(self, axis): return _block(self.program)
     def arange(self, first, end, layout): return _block(torch.arange(first, end))
     def full(self, shape, value, dtype, layout): return _block(torch.full(shape, value, dtype=dtype))
