@@ -83,6 +83,7 @@ CASES = [
     ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)), ("exact", dict(B=2, T=3, D=1, N=1)),
     ("exact", dict(B=1, T=45, D=67, N=5, bounds=[0, 1, 16, 45], few=False)),
+    ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)),
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]

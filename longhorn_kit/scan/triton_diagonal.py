@@ -962,14 +962,19 @@ def _diagonal_bwd_kernel(
         gl.store(dh0 + seq * N * D + dn, G, mask=mS)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-048
+def _filled(programs, wave):
+    # How full the waves are that programs run in: a thin last one takes as long as the others.
+    return programs / (wave * _cdiv(programs, wave))
+
+
 def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
     D = 32 * _cdiv(D, 32)                          # a ragged width is cut like the next multiple
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        programs, wave = B * D // 32, 1056         # an H200 runs so many at a time, and a last, thin wave takes as long
-        few, steps = B * D < 49152 or programs < 0.77 * wave * _cdiv(programs, wave), 256 if B * D < 32768 else 128
+        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77         # an H200 runs so many at a time
+        steps = 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
     return steps if few and (B == 1 or T > steps) else 0
@@ -980,6 +985,7 @@ def diagonal_plan(
     packed: int | None = None,    # number of packed sequences, None if not packed
     direction: str = "forward",   # "forward" or "backward"
     segment: int | None = None,   # steps in a segment; 0: no segments; None: by shape
+    wide: bool | None = None,     # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
     "Segments and sizes of the fast diagonal kernels; independent of T for a single sequence, so that packing changes no bit."
     NP = max(16, triton.next_power_of_2(N))
@@ -987,7 +993,9 @@ def diagonal_plan(
         segment = _segment_steps(B, T, D, NP, direction)
     BD, warps = 32, NP // 16
     if direction == "forward":
-        BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (32, 2)
+        if wide is None:                           # two such programs at a time for each of an H200's 132 multiprocessors
+            wide = NP == 16 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
+        BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
     LS = segment or (_cdiv(T, 16) + 1) * 16
     per_sequence, alone = max(1, _cdiv(T, LS)), packed is None
     return PortablePlan(

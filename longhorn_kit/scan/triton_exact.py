@@ -391,20 +391,23 @@ def _exact_bwd_kernel(
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # BD = 16: lanes 0 to 15 do U, 16 to 31 W, and names in p are pairs of tiles. Step 15 - i is i with all bits turned over:
-    # what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse order.
+    # what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse order. Each bit
+    # is turned over where lanes hold it: Triton adds the places of registers, though only an exclusive or turns a bit over.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
     rates: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [1, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 8, 0], [1, 9, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
     rates_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 15, 0], [1, 14, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 7, 0], [1, 6, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
     sides: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 0]])
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 0, 9]])
     sides_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 15]])
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 0, 6]])
     grams: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [1, 0, 0], [0, 0, 8], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 8, 9]])
     grams_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [1, 15, 15], [0, 0, 8], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 7, 6]])
+    both_by_channel: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 0]])
     halves: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
@@ -462,7 +465,7 @@ def _exact_bwd_kernel(
         s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
         s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
     else:
-        p_uw = gl.allocate_shared_memory(gl.float32, [2, BD, C], sides)
+        p_uw = gl.allocate_shared_memory(gl.float32, [2, BD, C], both_by_channel)
         s_u = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(0)
         s_w = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(1)
     d_high = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
@@ -601,7 +604,7 @@ def _exact_bwd_kernel(
                 w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wh)
                 w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wl)
             else:
-                acc = _columns(p_uw.load(PAIR), 2 * BD)
+                acc = _columns(p_uw._reinterpret(gl.float32, [2, BD, C], sides).load(PAIR), 2 * BD)
                 es = _columns(p_e.permute((0, 2, 1)).load(PAIR), 2 * BD)
                 us = _substitute(acc, es, p_gram._reinterpret(gl.float32, [2, C, C], grams), zP, 2 * BD, 1)
                 first = gl.arange(0, 2 * BD, us[0].type.layout) < BD

@@ -227,4 +227,4 @@ SELECTIVE_RULES = {
 
 def selective_plan(rule: str, *sizes, **options) -> PortablePlan:
     "`diagonal_plan` for \"s6\", \"s6_timed\" or \"decoupled\"."
-    return replace(diagonal_plan(*sizes, **options), rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_timed" else 2)
+    return replace(diagonal_plan(*sizes, wide=False, **options), rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_timed" else 2)
