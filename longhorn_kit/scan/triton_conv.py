@@ -59,7 +59,7 @@ def _filter(window, w, bias, W: tl.constexpr):
     # Equation (1) before its SiLU.
     total = bias
     for j in tl.static_range(W):
-        total = tl.fma(w[j], window[j], total)
+        total += w[j] * window[j]
     return total
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-012
@@ -113,7 +113,7 @@ def _before_silu(g, window, w, bias, W: tl.constexpr, SILU: tl.constexpr):
         v = _filter(window, w, bias, W)
         s = _sigmoid(v)
         y = v * s
-        g = g * tl.fma(y, 1.0 - s, s)
+        g = g * (s + y * (1.0 - s))
     return g
 
 
@@ -122,7 +122,7 @@ def _dual(gs, w, W: tl.constexpr):
     # The gradient of the oldest input in a window of W gradients: each was made with another tap.
     total = gs[0] * w[W - 1]
     for j in tl.static_range(1, W):
-        total = tl.fma(gs[j], w[W - 1 - j], total)
+        total += gs[j] * w[W - 1 - j]
     return total
 
 
@@ -181,7 +181,7 @@ def _conv_bwd_kernel(
                 gs = gs + (_before_silu(dys[u].to(tl.float32), window, w, bias, W, SILU),)
                 sums = ()
                 for j in tl.static_range(W):
-                    sums = sums + (tl.fma(gs[W - 1], window[j], dws[j]),)
+                    sums = sums + (dws[j] + gs[W - 1] * window[j],)
                 dws = sums + (dws[W] + gs[W - 1],)
                 r = t - (W - 1)
                 dx = _dual(gs, w, W)
