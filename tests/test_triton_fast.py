@@ -121,8 +121,9 @@ def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
     wide, usual = (triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (None, False))
     assert (wide.BD, usual.BD) == (128, 32)
     rest = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "initial_state")]
-    pairs = zip(*(triton_diagonal.diagonal_forward(plan, *rest, None) for plan in (wide, usual)))
-    assert all(torch.equal(*pair) for pair in pairs)
+    strided = torch.cat((a["z"], a["z"]), -1)[..., D:]              # rows further apart than those of x: no wide programs
+    runs = [triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None) for plan, z in ((wide, a["z"]), (usual, a["z"]), (wide, strided))]
+    assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run))
 
 
 @pytest.mark.parametrize("D", (64, 63))

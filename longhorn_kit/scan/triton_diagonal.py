@@ -7,6 +7,7 @@ __all__ = ['LOG2E', 'DIAGONAL_RULE', 'Rule', 'diagonal_plan', 'diagonal_takes', 
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-004
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -1097,13 +1098,15 @@ def diagonal_forward(
     ckpt, packed = new(p.chunks if save else 0, p.NP, p.D), cu_seqlens is not None
     owner = _segment_owner(p, cu_seqlens) if packed else None
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
+    one_stride = _one_stride(p.D, x, b, z)
+    p = p if one_stride or p.BD < 128 else replace(p, BD=32)   # places of rows that differ take registers, which 128 channels lack
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
         RULE=p.rule, VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
         HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
-        RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=_one_stride(p.D, x, b, z),
-        num_warps=p.warps, enable_fp_fusion=False)
+        RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride, num_warps=p.warps,
+        enable_fp_fusion=False)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-054
