@@ -265,7 +265,7 @@ def cases(what):
         yield "fast exact N=128", fast_launches("exact", N=128)
         yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
         yield "fast diagonal many", fast_launches("diagonal", B=64, T=1024)                # programs of 128 channels
-        yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1001, D=2044)
+        yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1025, D=2044)
         for form in ("diagonal", "exact"):
             yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
             yield f"fast {form} narrow", fast_launches(form, D=24)

@@ -118,7 +118,7 @@ def test_accuracy_within_is_that_of_float32(form):
 @pytest.mark.parametrize("D", (2048, 2044))
 def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
     a, _, _ = inputs(33, 37, D, 16, "diagonal", dtype=BF16)
-    wide, usual = (triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (None, False))
+    wide, usual = (triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (True, False))
     assert (wide.BD, usual.BD) == (128, 32)
     rest = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "initial_state")]
     strided = torch.cat((a["z"], a["z"]), -1)[..., D:]              # rows further apart than those of x: no wide programs
