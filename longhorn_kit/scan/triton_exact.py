@@ -392,7 +392,7 @@ def _exact_bwd_kernel(
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # BD = 16: lanes 0 to 15 do U, 16 to 31 W, and names in p are pairs of tiles. Step 15 - i is i with all bits turned over:
     # what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse order. Each bit
-    # is turned over where lanes hold it: Triton adds the places of registers, though only an exclusive or turns a bit over.
+    # is turned over where lanes hold it: Triton before its pull request 11566 adds the places of registers instead of turning bits.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
     rates: gl.constexpr = gl.SharedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 8, 0], [1, 9, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
