@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit.models import MIXERS, Longhorn
-from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, causal_conv, mixer_options, register_mixer
+from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, causal_conv, is_plain, mixer_options, register_mixer
 
 NAMES = sorted(MIXERS)
 SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXERS[name]), ScanMixer)]
@@ -48,6 +48,56 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
     with torch.no_grad():
         pieces, _ = in_pieces(layer, h, lengths)
         torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_compiled_halves_of_the_input_projection_are_the_whole(name):
+    layer, h = make(name), torch.randn(2, 9, 16)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(run(h).square().sum(), list(layer.parameters())) for run in (compiled, layer))
+    for g, w in zip(got, want):
+        torch.testing.assert_close(g, w, atol=1e-5, rtol=1e-4)
+
+
+class Added(torch.nn.Module):
+    "A layer with something added to its output, as LoRA adds."
+    def __init__(self, layer, delta):
+        super().__init__()
+        self.layer, self.delta = layer, delta
+
+    def forward(self, h):
+        return self.layer(h) + self.delta
+
+
+@pytest.mark.parametrize("how", ["forward hook", "pre-hook", "backward hook", "own forward", "wrapped", "other class", "other weight"])
+def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch):
+    layer, h = make("longhorn"), torch.randn(2, 9, 16)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    plain, halves, called = layer.in_proj, layer(h), []
+    assert is_plain(plain)
+    if how == "forward hook":
+        plain.register_forward_hook(lambda *_: called.append(1))
+    elif how == "pre-hook":
+        plain.register_forward_pre_hook(lambda *_: called.append(1))
+    elif how == "backward hook":
+        plain.register_full_backward_hook(lambda *_: called.append(1))
+    elif how == "own forward":
+        plain.forward = lambda h: called.append(1) or F.linear(h, plain.weight)
+    elif how == "wrapped":
+        layer.in_proj = Added(plain, 0.0)
+    elif how == "other class":
+        plain.__class__ = type("Other", (torch.nn.Linear,), {"forward": lambda self, h: called.append(1) or F.linear(h, self.weight)})
+    else:
+        plain.weight = torch.nn.Parameter(plain.weight.as_subclass(type("Packed", (torch.Tensor,), {})))
+    assert not is_plain(layer.in_proj)
+    whole = layer(h)
+    whole.sum().backward()
+    torch.testing.assert_close(torch.as_tensor(whole), halves, atol=1e-6, rtol=1e-5)
+    assert called or how in ("wrapped", "other weight")
+    if how == "wrapped":
+        layer.in_proj.delta = 1.0
+        assert not torch.allclose(layer(h), halves)
 
 
 @pytest.mark.parametrize("name", SCANS)

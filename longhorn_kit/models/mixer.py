@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'check_size', 'Mixer', 'check_stream', 'causal_conv',
-           'ScanCache', 'ScanProjections', 'ScanMixer', 'StepSize', 'Longhorn']
+           'ScanCache', 'is_plain', 'ScanProjections', 'ScanMixer', 'StepSize', 'Longhorn']
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-003
 import inspect
@@ -133,6 +133,15 @@ class ScanCache(NamedTuple):
     conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
     S: Tensor    # (B,d_inner,d_state) the state, in float32 (float64 for a float64 layer)
 
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037b
+def is_plain(
+    layer: nn.Module, # any layer
+) -> bool:            # whether calling it is `F.linear` with its weight, and nobody waits for the call
+    "Whether a layer is a linear one as PyTorch made it: not replaced, wrapped, offloaded, quantised or hooked."
+    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in layer.__dict__:
+        return False
+    return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
     "The projections around a scan, equations (1) to (3) and (6), and the empty cache."
@@ -149,9 +158,15 @@ class ScanProjections(Mixer):
         self.D_skip = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False)
 
+    def content_and_gate(self, h):
+        "Equation (1), (B,T,d_model) -> two tensors (B,T,d_inner)."
+        if torch.compiler.is_compiling() and is_plain(self.in_proj):
+            return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)]    # their gradients need not be joined
+        return self.in_proj(h).chunk(2, -1)
+
     def project(self, h, past=None):
         "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past."
-        x, z = self.in_proj(h).chunk(2, -1)
+        x, z = self.content_and_gate(h)
         x, past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past)
         return *self.address(x), z, past
 
