@@ -994,7 +994,7 @@ def diagonal_plan(
         segment = _segment_steps(B, T, D, NP, direction)
     BD, warps = 32, NP // 16
     if direction == "forward":
-        if wide is None:                           # two such programs at a time for each of an H200's 132 multiprocessors
+        if wide is None:                           # two at a time for each of an H200's 132 multiprocessors; no bit depends on it
             wide = NP == 16 and T >= 1024 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
         BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
     LS = segment or (_cdiv(T, 16) + 1) * 16

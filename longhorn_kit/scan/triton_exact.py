@@ -41,26 +41,32 @@ def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _substitute(acc, es, gram, zero, R: gl.constexpr, ROW: gl.constexpr):
-    # U of (2) as 16 columns, of its right side and rates as such. ROW is the dimension of the Gram matrix that counts rows.
+def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, gram, zero):
+    # u times row j of the Gram matrix (of two, side by side, if zero is a pair), taken out of the columns from BEGIN to END.
+    row = _columns(gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0], u.shape[0])
+    rest = ()
+    for i in gl.static_range(16):
+        if BEGIN <= i and i < END:
+            rest = rest + (_fnma(row[i], u, acc[i]),)
+        else:
+            rest = rest + (acc[i],)
+    return rest
+
+
+@gluon.jit
+def _substitute(acc, es, gram, zero):
+    # U of (2) as 16 columns, of its right side and rates as such.
     us = ()
     for j in gl.static_range(16):
         u = es[j] * acc[j]
         us = us + (u,)
         if j < 15:
-            down = _columns(gl.broadcast(gram.slice(j, 1, ROW).load(zero.type.layout), zero)[0], R)
-            rest = ()
-            for i in gl.static_range(16):
-                if i > j:
-                    rest = rest + (_fnma(down[i], u, acc[i]),)
-                else:
-                    rest = rest + (acc[i],)
-            acc = rest
+            acc = _take_out(acc, u, j, j + 1, 16, gram, zero)
     return us
 
 
 @gluon.jit
-def _substitute_both(acc, bac, es, gram, zero, R: gl.constexpr):
+def _substitute_both(acc, bac, es, gram, zero):
     # U of (2) from the first column on and W of (6) from the last, side by side.
     us = ()
     ws = ()
@@ -70,21 +76,8 @@ def _substitute_both(acc, bac, es, gram, zero, R: gl.constexpr):
         w = es[15 - j] * bac[15 - j]
         ws = (w,) + ws
         if j < 15:
-            down = _columns(gl.broadcast(gram.slice(j, 1, 0).load(zero.type.layout), zero)[0], R)
-            up = _columns(gl.broadcast(gram.slice(15 - j, 1, 0).load(zero.type.layout), zero)[0], R)
-            na = ()
-            nb = ()
-            for i in gl.static_range(16):
-                if i > j:
-                    na = na + (_fnma(down[i], u, acc[i]),)
-                else:
-                    na = na + (acc[i],)
-                if i < 15 - j:
-                    nb = nb + (_fnma(up[i], w, bac[i]),)
-                else:
-                    nb = nb + (bac[i],)
-            acc = na
-            bac = nb
+            acc = _take_out(acc, u, j, j + 1, 16, gram, zero)
+            bac = _take_out(bac, w, 15 - j, 0, 15 - j, gram, zero)
     return us, ws
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-026
@@ -328,7 +321,7 @@ def _exact_fwd_kernel(
             en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
             if HAS_Z:
                 gate = zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
-        s_u.store(_from_columns(_substitute(acc, es, s_gram, zU, BD, 0), BD, LANE))
+        s_u.store(_from_columns(_substitute(acc, es, s_gram, zU), BD, LANE))
         # region 2
         Uh, Ul = _halves(s_u.load(LEFT), LEFT)
         s_e.store(en)
@@ -592,7 +585,7 @@ def _exact_bwd_kernel(
                 acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
                 bac = _columns(s_w.load(LANE), BD)
                 es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-                us, ws = _substitute_both(acc, bac, es, s_gram, zU, BD)
+                us, ws = _substitute_both(acc, bac, es, s_gram, zU)
                 u = _from_columns(us, BD, LANE)
                 w = _from_columns(ws, BD, LANE)
                 s_u.store(u)
@@ -606,7 +599,7 @@ def _exact_bwd_kernel(
             else:
                 acc = _columns(p_uw._reinterpret(gl.float32, [2, BD, C], sides).load(PAIR), 2 * BD)
                 es = _columns(p_e.permute((0, 2, 1)).load(PAIR), 2 * BD)
-                us = _substitute(acc, es, p_gram._reinterpret(gl.float32, [2, C, C], grams), zP, 2 * BD, 1)
+                us = _substitute(acc, es, p_gram._reinterpret(gl.float32, [2, C, C], grams), zP)
                 first = gl.arange(0, 2 * BD, us[0].type.layout) < BD
                 uw = ()
                 for j in gl.static_range(C):

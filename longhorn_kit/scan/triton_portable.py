@@ -665,7 +665,7 @@ def _carry(p, carry, decay, edge, cu_seqlens, reverse):
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
 def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N,
                 NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Gradients of k, q (and A) summed over the channel blocks, always in the same order, four loads in flight.
+    # Gradients of k, q (and A) summed over the channel blocks, always in the same order, four at a time.
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
     # The parts of a row lie side by side and are read together.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
