@@ -833,7 +833,8 @@ def throughput_table(
         first = next(row for row in mine if row)
         part = first["shares"].get("scan", first["shares"].get("attention"))
         cells = [f"{row['tokens_per_second']:,}" if row else "" for row in mine]
-        rows.append([first["tokens_per_second"], LABELS[mixer], *cells, first["engine"]["scan"],
+        scans = " / ".join(dict.fromkeys(row["engine"]["scan"] for row in mine if row))
+        rows.append([first["tokens_per_second"], LABELS[mixer], *cells, scans,
                      f"{100 * part:.0f} %" if part else ""])
     title = f"Training tokens a second, {record['settings']['preset']}, by context"
     rows = [row[1:] for row in sorted(rows, key=lambda row: -row[0])]
