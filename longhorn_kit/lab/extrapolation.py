@@ -779,7 +779,7 @@ def figures(
         drawn += [
             (_draw_lengths(record, domain),
              f"{domain}: the same {tokens:,} tokens predicted in windows of growing length, the state reset at "
-             "the start of each. Below 1: what came before the training length helps; above: it harms."),
+             "the start of each. Below 1: a longer window helps; above: it harms."),
             (_draw_positions(record, domain),
              f"{domain}: windows of {results['context'] * settings['multiples'][-1]:,} tokens. Left: loss by position; dotted: "
              "the training context. Right: the same tokens with the state carried and reset, in stretches of "
