@@ -32,6 +32,7 @@ SPACE = r"[\s\u00a0\u202f$]*"
 UNITS = { # unit as written -> (factors from a printed or recorded value, fields of a record that are in this unit)
     r"%|per cent": ((1, 100), r"share|percent"), r"points": ((1, 100), "-"),
     r"ms|milliseconds": ((1,), r"_ms$|^S\d$"), r"µs|us|microseconds": ((1, 1e3), r"_us$"), r"seconds|s": ((1, 1e-3), r"seconds"),
+    r"hours": ((1,), "-"),
     r"KiB": ((1, 1 / 1024), r"bytes"), r"kB": ((1, 1e-3), r"bytes"), r"MiB": ((1, 2**-20), r"bytes"),
     r"MB": ((1, 1e-6), r"bytes"), r"GiB": ((1, 2**-30), r"bytes"), r"GB": ((1, 1e-9), r"bytes"), r"TB/s": ((1, 1e-12), r"^bytes$"),
     r"W|watts": ((1,), r"watts"), r"nats|bits a byte|tokens/s|tokens a second|images a second": ((1,), "-"),
