@@ -400,7 +400,7 @@ def train_from(
     overrides = {name: value for name, value in given.items() if name not in NOT_IN_PRESET}
     if options.plan:
         plan_from(options, overrides)
-    elif options.out is None:
+    elif not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
     elif "gpus" in given or "gpu" in given or "sharding" in given:
         raise UsageError("--gpus, --gpu and --sharding belong to --plan; several GPUs train with "

@@ -414,9 +414,10 @@ def test_train_then_generate(text, tmp_path, cache, capsys):
 @pytest.mark.parametrize("flags, code, says", [
     (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
     (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),
-    (["--data", "nowhere/*.txt"], 1, "nowhere"), (["--data", "nowhere.txt"], 1, "nowhere.txt"),
+    (["--data", "nowhere/*.txt"], 1, "nowhere"), (["--data", "nowhere.txt"], 1, "nowhere.txt"), (["--data", ""], 1, "source ''"),
     (["--steps", "0"], 1, "steps"), (["--tokenizer", "words"], 1, "words"), (["--d-model", "-8"], 1, "d_model"),
     (["--warmup", "9"], 1, "warmup"), (["--out", "file"], 1, "file"), (["--out", "file/deeper"], 1, "file"),
+    (["--out", ""], 2, "--out FOLDER is missing"),
 ])
 def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monkeypatch, flags, code, says):
     monkeypatch.chdir(tmp_path)

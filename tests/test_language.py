@@ -200,6 +200,14 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
         train_lm("test", "longhorn", str(other), tmp_path / "run", steps=3, seed=5)
 
 
+@pytest.mark.parametrize("place", [".", "{}", "~"])
+def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    language.save_lm(language.new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
+    assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
+
+
 def test_a_start_that_failed_does_not_claim_the_folder(tmp_path, text, monkeypatch):
     monkeypatch.setitem(LM_PRESETS, "test", TINY)
     with pytest.raises(ValueError):

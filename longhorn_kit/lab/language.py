@@ -13,6 +13,7 @@ __all__ = ['LM_PRESETS', 'GPT2', 'OWT', 'SLIM', 'WITHOUT_TEXT', 'SETTINGS', 'SCA
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import importlib
+import json
 import lzma
 import math
 import time
@@ -27,7 +28,7 @@ from torch import Tensor
 from . import claims
 from .data import HELD_OUT, Corpus, Sampler, prepare
 from .records import (
-    command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain, write_json)
+    atomic_file, command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain, write_json)
 from .training import TrainConfig, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters, fill_mlp, match_parameters
@@ -263,9 +264,12 @@ def save_lm(
     tokenizer: str,       # its name, see `get_tokenizer`
     folder: str | Path,
 ):
-    "Write weights, config and tokenizer name; `longhorn generate FOLDER` reads them."
+    "Write weights, config and tokenizer name; `longhorn generate FOLDER` reads them, from any working folder."
     model.save_pretrained(folder)
-    write_json(Path(folder) / "tokenizer.json", {"tokenizer": tokenizer})
+    kind, _, place = tokenizer.partition(":")
+    name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
+    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_json` would write the path as seen from here
+        file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def check_finite(
@@ -373,7 +377,7 @@ def train_lm(
     mixer_options(mixer) # an unknown mixer is told before the text is prepared
     if data is None and preset in WITHOUT_TEXT:
         raise ValueError(f"preset {preset} brings no text; give it with --data")
-    source, recipe = data or chosen.data, chosen.train
+    source, recipe = chosen.data if data is None else data, chosen.train
     ours = source == chosen.data or "fraction" in overrides # the preset's share is chosen for its own text
     enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
     corpus = prepare(source, chosen.tokenizer, fraction=chosen.fraction if ours else HELD_OUT,
