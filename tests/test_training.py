@@ -756,18 +756,34 @@ def test_sharded_weights_train_as_whole_ones_would_and_go_on(tmp_path):
     assert engine["distributed"] == "FSDP" and engine["processes"] == 2 and engine["loss_chunk"] == 5
 
 
-def test_a_lost_worker_is_one_line_and_the_run_goes_on(tmp_path):
-    script = (
-        "old = Sampler.next_batch;"
-        "Sampler.next_batch = lambda self: os._exit(9) if self.rank == 1 and self.drawn >= 13 * 4 else old(self)\n"
+@pytest.mark.parametrize("lost, step", [
+    ("old = Sampler.next_batch;"
+     "Sampler.next_batch = lambda self: os._exit(9) if self.rank == 1 and self.drawn >= 13 * 4 else old(self)\n", 13),
+    ("from accelerate import Accelerator; old = Accelerator.save_state\n" # while a checkpoint is written
+     "def save_state(self, folder, **options):\n"
+     "    os._exit(9) if self.process_index == 1 and 'step-00000020' in str(folder) else old(self, folder, **options)\n"
+     "Accelerator.save_state = save_state\n", 20),
+])
+def test_a_lost_worker_is_one_line_and_the_run_goes_on(tmp_path, lost, step):
+    script = lost + (
         "try: train(model, TOKENS, VAL, config, sys.argv[1], quiet=True)\n"
         "except training.WorkerLost as error: print(error, flush=True); os._exit(3)"
     )
     codes, told = two_processes(script, tmp_path / "two")
     assert codes == [3, 9] and told[0].count("\n") == 1
-    assert "another of the 2 processes is gone, seen at step 13" in told[0]
+    assert f"another of the 2 processes is gone, seen at step {step}" in told[0]
     assert "start the same command again, it goes on from" in told[0] and "step-00000010" in told[0]
     assert run(tmp_path / "two", config=dataclasses.replace(CONFIG, steps=20))["resumed_from"] == 10
+
+
+def test_a_worker_lost_before_the_first_step_is_one_line(tmp_path):
+    script = (
+        "old = training.resume; training.resume = lambda run: os._exit(9) if os.environ['RANK'] == '1' else old(run)\n"
+        "try: train(model, TOKENS, VAL, config, sys.argv[1], quiet=True)\n"
+        "except training.WorkerLost as error: print(error, flush=True); os._exit(3)"
+    )
+    codes, told = two_processes(script, tmp_path / "two")
+    assert codes == [3, 9] and told[0].count("\n") == 1 and "it goes on from the beginning" in told[0]
 
 
 # ---- on large machines

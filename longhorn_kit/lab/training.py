@@ -8,8 +8,8 @@ __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'de
            'features', 'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'part_weights',
            'train_step', 'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
            'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
-           'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'peers_watched',
-           'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
+           'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'about_peers',
+           'peers_watched', 'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
 import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
@@ -478,6 +478,8 @@ def save_checkpoint(
     except OSError as error:
         raise cannot_write(path, error) if error.strerror else error
     except RuntimeError as error: # how torch says that a file could not be written
+        if about_peers(run, error):
+            raise
         free = shutil.disk_usage(run.folder).free / 1e6
         reason = OSError(f"torch could not write its file, {free:.0f} MB are free")
         raise cannot_write(path, reason) from error
@@ -659,6 +661,13 @@ class WorkerLost(RuntimeError):
 
 LOST = ("connection", "gloo", "nccl", "broken pipe", "timed out", "process group")
 
+def about_peers(
+    run,   # Run
+    error, # RuntimeError
+):
+    "Whether it is a failure to talk to another process."
+    return run.accelerator.num_processes > 1 and any(word in str(error).lower() for word in LOST)
+
 @contextmanager
 def peers_watched(
     run, # Run
@@ -669,9 +678,9 @@ def peers_watched(
     except TrainingDiverged:
         raise
     except RuntimeError as error:
-        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if run.accelerator.num_processes == 1 or not any(word in str(error).lower() for word in LOST):
+        if not about_peers(run, error):
             raise
+        told = str(error).strip().splitlines()[0]
         good = checkpoints(run.folder)[-1:] if run.folder else []
         raise WorkerLost(f"another of the {run.accelerator.num_processes} processes is gone, seen at step "
                          f"{run.step} ({told[:120]}); start the same command again, it goes on from "
@@ -763,7 +772,8 @@ def train(
     each with one line."""
     run, mode = make_run(model, train_tokens, val_tokens, config, folder), model.training
     main, rank = run.accelerator.is_main_process, run.accelerator.process_index
-    with own_random_state(config.seed + rank), noted_stop() as stop, only_run_in(run.folder if main else None):
+    alone = only_run_in(run.folder if main else None)
+    with own_random_state(config.seed + rank), noted_stop() as stop, alone, peers_watched(run):
         if run.folder:
             known = check_folder(run.folder, config)
             resume(run)
@@ -771,8 +781,7 @@ def train(
             record_attempt(run, known)
         model.train()
         with progress(config.steps, desc, disable=quiet or not main, initial=run.step) as bar:
-            with peers_watched(run):
-                train_loop(run, stop, bar)
+            train_loop(run, stop, bar)
         model.train(mode)
     return summary(run)
 
