@@ -332,9 +332,9 @@ def evaluate_from(
             record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
     except evaluation.UnknownTask as error:
         raise UsageError(error) from None
-    write_json(path, record)
     title, header, rows = evaluation.score_table(record)
-    print(f"{title}\n{evaluation.table_text(header, rows)}\nresults: {path}")
+    print(f"{title}\n{evaluation.table_text(header, rows)}", flush=True) # seen even if the file cannot be written
+    print(f"results: {write_json(path, record)}")
 
 # %% ../nbs/cli.ipynb #cli-041
 @dataclass
@@ -355,6 +355,8 @@ class Eval:
         folder = model_folder(self.model)
         name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
         path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}.json"
+        if path.is_dir():
+            raise UsageError(f"--out {self.out} is a folder; name a file in it")
         writable_folder(path.parent)
         evaluate_from(self, folder, path)
 
@@ -527,6 +529,8 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("MPLBACKEND", "Agg") # figures go into files
     os.environ.setdefault("OMP_WAIT_POLICY", "passive") # waiting threads must not spin on a busy machine
+    if hasattr(sys.stdout, "reconfigure"): # a character that the terminal does not have is shown as ?
+        sys.stdout.reconfigure(errors="replace")
     command = None
     try:
         if argv in (["--version"], ["-V"]):

@@ -371,6 +371,11 @@ def test_closed_pipe_is_silent():
     assert child.stderr.read() == "" and child.wait(60) in (0, 1)
 
 
+def test_a_terminal_without_all_characters_shows_the_others():
+    out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(timeout=60)
+    assert child.returncode == 0 and err == "" and " ? " in out and "Run one: longhorn reproduce" in out
+
+
 def test_unknown_claim_from_outside():
     out, err = (child := command("reproduce", "recal")).communicate(timeout=60)
     assert child.returncode == 2 and out == "" and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"

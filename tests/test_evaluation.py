@@ -275,6 +275,7 @@ def test_export_command(checkpoint, tmp_path, capsys):
     assert cli.main(["export", str(checkpoint), str(tmp_path / "hf")]) == 0
     assert "from_pretrained" in capsys.readouterr().out and (tmp_path / "hf" / "tokenizer.json").is_file()
     assert "itself" in fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
+    assert "context is 0" in fails(capsys, ["export", str(checkpoint), str(tmp_path / "none"), "--context", "0"])
 
 
 def test_what_cannot_be_evaluated_is_one_line(checkpoint, tasks, tmp_path, capsys, monkeypatch):
@@ -295,6 +296,16 @@ def test_what_cannot_be_evaluated_is_one_line(checkpoint, tasks, tmp_path, capsy
     assert "words" in fails(capsys, [*base, "tiny_choice", "--tokenizer", "words"])
     (tmp_path / "file").write_text("")
     assert "cannot write" in fails(capsys, [*base, "tiny_choice", "--out", str(tmp_path / "file" / "x.json")])
+    assert "is a folder; name a file in it" in fails(capsys, [*base, "tiny_choice", "--out", str(tmp_path)], 2)
+
+
+def test_scores_are_printed_even_if_their_file_cannot_be_written(checkpoint, tasks, tmp_path, capsys, monkeypatch):
+    def full(path, value):
+        raise OSError(f"cannot write {path}: No space left on device")
+    monkeypatch.setattr("longhorn_kit.lab.records.write_json", full)
+    assert cli.main(["eval", "--tasks", "tiny_choice", "--model", str(checkpoint), "--include", str(tasks), "--out", str(tmp_path / "x.json")]) == 1
+    out, err = capsys.readouterr()
+    assert "tiny_choice  once  acc" in out and "No space left" in err
 
 
 def test_tokenizer_that_the_model_does_not_know(tmp_path, tasks, capsys):

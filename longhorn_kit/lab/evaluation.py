@@ -410,6 +410,8 @@ def export_checkpoint(
     from safetensors import SafetensorError
     from longhorn_kit.models.transformers import export_folder
     out = Path(out)
+    if context < 1:
+        raise ValueError(f"context is {context}; it must be at least 1")
     if out.exists() and any(out.iterdir()) and not (out / "modeling_longhorn.py").exists():
         raise ValueError(f"{out} holds other files; an export needs a folder of its own")
     model, words = load_pair(folder, tokenizer, context)
