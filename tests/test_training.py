@@ -266,8 +266,9 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, wh
     assert result["resumed_from"] == 20 and curve(result["history"]) == whole
 
 
-def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole):
-    leftover = tmp_path / "checkpoints" / ".step-00000010.partial"
+@pytest.mark.parametrize("step", [10, 7]) # one that is saved again, and one that is not
+def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, step):
+    leftover = tmp_path / "checkpoints" / f".step-{step:08d}.partial"
     leftover.mkdir(parents=True)
     (leftover / "optimizer.bin").write_bytes(b"half")
     assert curve(run(tmp_path)["history"]) == whole and not leftover.exists()

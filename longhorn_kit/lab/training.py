@@ -467,7 +467,8 @@ def save_checkpoint(
     partial, main = path.with_name(f".{path.name}.partial"), run.accelerator.is_main_process
     try:
         if main:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in path.parent.glob(".step-*.partial"): # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         run.accelerator.wait_for_everyone()
         run.accelerator.save_state(partial, safe_serialization=False)
