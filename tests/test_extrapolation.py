@@ -283,6 +283,12 @@ def test_what_cannot_be_run_is_one_line(grid, tmp_path):
         ex.run("gpu", tmp_path / "x", replace(CONFIG, windows=10**4), checkpoints=grid[0], data=str(grid[1]))
 
 
+def test_copies_of_a_run_are_not_taken_for_runs(tmp_path):
+    for name in ("longhorn-seed0", "longhorn-seed0.old", "mamba-seed1 (copy)"):
+        save_lm(model(), "bytes", tmp_path / name / "model")
+    assert ex.find_checkpoints(tmp_path) == [("longhorn", 0, tmp_path / "longhorn-seed0" / "model")]
+
+
 def test_laptop_models_come_from_the_language_run_only_if_they_are_the_same(tmp_path, monkeypatch):
     from types import SimpleNamespace
 

@@ -431,7 +431,8 @@ def find_checkpoints(
         raise FileNotFoundError(f"folder of checkpoints {folder} does not exist")
     for path in sorted(folder.glob("*-seed*/model/model.safetensors")):
         mixer, _, seed = path.parent.parent.name.rpartition("-seed")
-        found.append((mixer, int(seed), path.parent))
+        if seed.isdigit(): # not a copy that somebody keeps
+            found.append((mixer, int(seed), path.parent))
     if not found:
         raise FileNotFoundError(f"{folder} holds no trained model; folders MIXER-seedN/model are expected, as "
                                 "language_grid.run leaves them")
