@@ -49,6 +49,17 @@ def test_steps_can_start_from_an_empty_cache():
         torch.testing.assert_close(last, model(tokens)[:, -1:])
 
 
+@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
+def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
+    model, tokens, sizes, prefill = make(mixer=name), torch.randint(40, (2, 4100)), [], SequenceLM.prefill
+    monkeypatch.setattr(SequenceLM, "prefill", lambda self, piece, *rest, **options: (
+        sizes.append(piece.shape[1]) or prefill(self, piece, *rest, **options)))
+    new = model.eval().generate(tokens, 1, temperature=0)[:, -1:]
+    with torch.no_grad():
+        logits = model(tokens)[:, -1]
+    assert sizes == [4096, 4] and (logits.amax(-1) - logits.gather(1, new)[:, 0]).max() < 1e-5
+
+
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(40, (2, 7)), torch.randint(40, (2, 7))
     targets[0, 3] = targets[1, 0] = -100

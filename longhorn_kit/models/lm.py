@@ -277,7 +277,9 @@ class SequenceLM(Decoder):
         "Yield `n_new` tokens (B,), each as soon as it is drawn; arguments as in `generate`."
         check_generation(tokens, n_new, temperature, top_k, top_p, self.config.vocab_size)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-        logits, cache = self.prefill(tokens, last_only=True)
+        cache = None
+        for piece in tokens.split(4096, 1): # a long prompt takes no more memory than a short one, but for attention's cache
+            logits, cache = self.prefill(piece, cache, last_only=True)
         logits = logits[:, 0]
         for left in reversed(range(n_new)):
             token = sample_next(logits, temperature, top_k, top_p, generator)
