@@ -354,7 +354,8 @@ class Eval:
     def __call__(self):
         folder = model_folder(self.model)
         name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
-        path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}.json"
+        part = "" if self.limit is None else f"-first-{self.limit}" # a trial replaces no result
+        path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}{part}.json"
         if path.is_dir():
             raise UsageError(f"--out {self.out} is a folder; name a file in it")
         writable_folder(path.parent)

@@ -268,7 +268,7 @@ def test_command_prints_a_table_and_writes_the_record(checkpoint, tasks, tmp_pat
     assert err == "" and len(record["rows"]) == 6 and {row["documents"] for row in record["rows"]} == {2}
     assert out.count("tiny_choice") == 4 and out.splitlines()[-1] == f"results: {tmp_path / 'new' / 'scores.json'}"
     assert cli.main(["eval", "--tasks", "tiny_whole", "--model", str(checkpoint), "--include", str(tasks), "--limit", "1"]) == 0
-    assert (checkpoint / "eval-tiny_whole-once.json").is_file()
+    assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file() and not (checkpoint / "eval-tiny_whole-once.json").exists()
 
 
 def test_export_command(checkpoint, tmp_path, capsys):

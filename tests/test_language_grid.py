@@ -142,6 +142,17 @@ def test_a_seed_decides_weights_and_order_for_all_models_alike(rehearsal):
     assert first != second
 
 
+def test_an_interrupted_run_counts_its_time(texts, tmp_path, monkeypatch):
+    def stopped(*_):
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(language_grid, "work_off", stopped)
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            run("gpu", tmp_path, TOY, texts)
+        assert read_json(tmp_path / "partial.json")["seconds"] >= 0.3 * times
+
+
 def test_stopped_in_the_middle_a_run_goes_on_to_the_same_numbers(rehearsal, texts, tmp_path):
     "A worker process is asked to stop while it trains; the next one resumes from its checkpoint."
     slow = (

@@ -379,8 +379,11 @@ def run(
                "data": text_for(grid, data), "tokenizer": tokenizer or grid.preset.tokenizer,
                "deadline": begun + 60 * minutes - min(30, 6 * minutes)}
     machine_of(folder)
-    work_off(options, devices, folder, len(grid.jobs), "language runs")
-    return finished_record(scale, grid, folder, texts, time.time() - begun)
+    try:
+        work_off(options, devices, folder, len(grid.jobs), "language runs")
+    finally: # interrupted, the time counts too
+        record = finished_record(scale, grid, folder, texts, time.time() - begun)
+    return record
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-033
 def devices_for(
