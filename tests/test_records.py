@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import longhorn_kit
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab.records import (
     PlainProgress,
@@ -279,3 +280,13 @@ def test_a_process_whose_parent_has_gone_before_it_could_look_ends():
     gone.wait()
     code = f"import time; from longhorn_kit.lab.records import end_with; end_with({gone.pid}); time.sleep(60)"
     assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("how, told", [
+    (["script.py", "--out", "a b"], "python script.py --out 'a b'"), (["-m", "script", "x"], "python -m script x"),
+    (["-c", "import script", "x"], "python -c 'import script' x")])
+def test_a_recorded_command_can_be_run_again(tmp_path, how, told):
+    (tmp_path / "script.py").write_text("from longhorn_kit.lab.records import command_line\nprint(command_line())\n")
+    path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
+    done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.stdout.strip() == told, done.stderr

@@ -9,7 +9,7 @@ __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'ch
            'end_with', 'side_by_side']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
-import dataclasses, errno, json, math, os, platform, re, shutil, signal, subprocess, sys, threading, time
+import dataclasses, errno, json, math, os, platform, re, shlex, shutil, signal, subprocess, sys, threading, time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -261,10 +261,15 @@ def environment():
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-038
 def command_line():
-    "The command that started this program, with its program's bare name and no machine path."
-    program = Path(sys.argv[0] or "python").name
-    program = f"python {program}" if program.endswith(".py") else program
-    return without_machine_paths(" ".join([program, *sys.argv[1:]]))
+    "The command that started this program, as a shell takes it, with its program's bare name and no machine path."
+    program, module = Path(sys.argv[0] or "python").name, getattr(sys.modules["__main__"], "__spec__", None)
+    if module: # python -m
+        begin = ["python", "-m", module.name.removesuffix(".__main__")]
+    elif program == "-c" and "-c" in sys.orig_argv:
+        begin = ["python", *sys.orig_argv[(at := sys.orig_argv.index("-c")):at + 2]]
+    else:
+        begin = ["python", program] if program.endswith(".py") else [program]
+    return without_machine_paths(shlex.join([*begin, *sys.argv[1:]]))
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-040
 class PlainProgress:
