@@ -124,6 +124,8 @@ def load_pair(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from longhorn_kit.models.transformers import to_transformers
     folder = Path(folder)
+    if context < 1:
+        raise ValueError(f"context is {context}; it must be at least 1")
     if not is_export(folder):
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
@@ -160,9 +162,8 @@ def harness_model(
     device: str | None = None,    # None: a GPU if there is one
 ):
     "A checkpoint as a model of lm-eval."
-    for name, value in (("context", context), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -410,8 +411,6 @@ def export_checkpoint(
     from safetensors import SafetensorError
     from longhorn_kit.models.transformers import export_folder
     out = Path(out)
-    if context < 1:
-        raise ValueError(f"context is {context}; it must be at least 1")
     if out.exists() and any(out.iterdir()) and not (out / "modeling_longhorn.py").exists():
         raise ValueError(f"{out} holds other files; an export needs a folder of its own")
     model, words = load_pair(folder, tokenizer, context)

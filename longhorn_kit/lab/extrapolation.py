@@ -208,9 +208,8 @@ def answer_scores(
     chunk: int = 1024,# tokens to read at a time
 ) -> tuple[np.ndarray, np.ndarray]: # (B,K) log-probabilities; (B,) whether the first answer would be written
     "Log-probability of each answer after its context."
-    cache, device = None, model.embedding.weight.device
-    for piece in contexts.split(chunk, 1):
-        logits, cache = model.prefill(piece.to(device), cache, last_only=True)
+    device = model.embedding.weight.device
+    logits, cache = model.read(contexts.to(device), chunk)
     B, K, longest = len(answers), len(answers[0]), max(len(a) for row in answers for a in row)
     padded = torch.zeros(B * K, longest, dtype=torch.int64, device=device)
     real = torch.zeros(B * K, longest, dtype=torch.bool, device=device)

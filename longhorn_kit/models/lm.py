@@ -228,6 +228,13 @@ class Decoder(Trunk):
             caches.append(new)
         return self.read_out(h[:, -1:] if last_only else h), caches
 
+    def read(self, tokens, piece=4096):
+        "A whole text (B,T), piece by piece, to the logits (B,1,V) of what comes next and the cache."
+        cache = None
+        for part in tokens.split(piece, 1):
+            logits, cache = self.prefill(part, cache, last_only=True)
+        return logits, cache
+
     def step(self, token, cache):
         "The next token (B,) to logits (B,V) and the cache after it."
         h, caches = self.embed(token, 1), []
@@ -277,9 +284,7 @@ class SequenceLM(Decoder):
         "Yield `n_new` tokens (B,), each as soon as it is drawn; arguments as in `generate`."
         check_generation(tokens, n_new, temperature, top_k, top_p, self.config.vocab_size)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-        cache = None
-        for piece in tokens.split(4096, 1): # a long prompt takes no more memory than a short one, but for attention's cache
-            logits, cache = self.prefill(piece, cache, last_only=True)
+        logits, cache = self.read(tokens)
         logits = logits[:, 0]
         for left in reversed(range(n_new)):
             token = sample_next(logits, temperature, top_k, top_p, generator)
