@@ -301,6 +301,7 @@ def test_generate_sends_no_control_characters(model, capsys):
 @pytest.mark.parametrize("flags, says", [
     (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--top-k", "0"], "top_k"),
     (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"), (["--tokens", "-3"], "n_new"), (["--tokenizer", "words"], "words"),
+    (["--seed", str(2**64)], "seed is 18446744073709551616; expected"), (["--seed", str(-2**70)], "seed is -1180591620717411303424; expected"),
 ])
 def test_generate_refuses_impossible_settings(model, capsys, flags, says):
     assert says in fails(capsys, ["generate", str(model), *flags])

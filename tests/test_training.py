@@ -579,7 +579,8 @@ def test_training_leaves_the_callers_random_state_alone():
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(accumulate=0), "accumulate is 0"),
         (dict(loss_chunk=-1), "loss_chunk is -1"),
-        (dict(seed=-1), "seed is -1; it must be 0 or more"),
+        (dict(seed=-1), "seed is -1; it must be from 0 to 9223372036854775807"),
+        (dict(seed=2**70), "seed is 1180591620717411303424; it must be from 0 to"),
     ],
 )
 def test_impossible_settings_are_refused(wrong, says):

@@ -72,6 +72,7 @@ def test_unknown_names(arguments, message):
     (dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
     (dict(epochs=0), "epochs is 0; it must be at least 1"),
     (dict(precision="fp8"), "precision is 'fp8'"),
+    (dict(seed=2**41), "seed is 2199023255552; it must be from 0 to 1099511627775"),
 ])
 def test_bad_settings(override, message):
     with pytest.raises(ValueError, match=message):

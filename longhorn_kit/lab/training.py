@@ -57,8 +57,8 @@ class TrainConfig:
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"lr is {self.lr}; it must be finite and at least 0")
         check_ranges(self, clip=(0, math.inf), lr_final=(0, 1), weight_decay=(0, math.inf), save_seconds=(0, math.inf),
-                     beta1=(0, 1), beta2=(0, 1))
-        for name in ("save_every", "loss_chunk", "seed"):
+                     beta1=(0, 1), beta2=(0, 1), seed=(0, 2**63 - 1))
+        for name in ("save_every", "loss_chunk"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         counts = "steps", "batch_size", "context", "accumulate", "eval_every", "log_every", "keep"

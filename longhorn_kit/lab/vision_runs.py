@@ -700,7 +700,7 @@ class VisionConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         check_ranges(self, lr=(0, math.inf), clip=(0, math.inf), smoothing=(0, 1), drop_path=(0, 1), ema=(0, 1),
-                     workers=(0, math.inf), warmup_epochs=(0, self.epochs))
+                     workers=(0, math.inf), warmup_epochs=(0, self.epochs), seed=(0, 2**40 - 1)) # see `seed_epoch`
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; it must be 'no' or 'bf16'")
 

@@ -261,7 +261,7 @@ def sample_next(
     return order.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-040
-def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
+def check_generation(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
     "Raise a one-line `ValueError` for arguments that `SequenceLM.generate` cannot take."
     check_tokens(tokens, 2, vocab_size)
     if tokens.shape[1] == 0:
@@ -274,6 +274,8 @@ def check_generation(tokens, n_new, temperature, top_k, top_p, vocab_size):
         check_size("top_k", top_k)
     if top_p is not None and (not isinstance(top_p, (int, float)) or not 0 < top_p <= 1):
         raise ValueError(f"top_p is {top_p!r}; expected a number above 0 and at most 1")
+    if seed is not None and not -2**63 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; expected an integer from {-2**63} to {2**64 - 1}")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042
 class SequenceLM(Decoder):
@@ -282,7 +284,7 @@ class SequenceLM(Decoder):
     @torch.no_grad()
     def stream(self, tokens, n_new, temperature=1.0, top_k=None, top_p=None, seed=None):
         "Yield `n_new` tokens (B,), each as soon as it is drawn; arguments as in `generate`."
-        check_generation(tokens, n_new, temperature, top_k, top_p, self.config.vocab_size)
+        check_generation(tokens, n_new, temperature, top_k, top_p, seed, self.config.vocab_size)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         logits, cache = self.read(tokens)
         logits = logits[:, 0]
