@@ -190,6 +190,20 @@ def test_slices_of_the_loss_save_the_memory_of_the_logits():
     assert sliced < 0.3 * whole
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_many_slices_of_the_loss_three_are_traced_and_all_are_counted(monkeypatch, compiled):
+    def traced(slices):
+        trace = trace_model(small(), 2, 32, loss_chunk=-(-64 // slices), compiled=compiled)
+        return (trace.peaks, trace.saved, trace.grown, trace.left,
+                [(w.phase, w.kind, w.name, w.size, w.traffic, w.elements, w.like, w.graph) for w in trace.work])
+    inner, calls = planner.softmax_gap, []
+    monkeypatch.setattr(planner, "softmax_gap", lambda *both: calls.append(both[0].shape[0]) or inner(*both))
+    few = [traced(slices) for slices in (1, 2, 3, 4, 10, 64)]  # of ten slices the last is shorter
+    assert compiled or calls == [64, 32, 32, 22, 22, 20, 16, 16, 16, 7, 7, 1, 1, 1, 1]
+    monkeypatch.setattr(planner, "some_slices", lambda trace, *places: range(*places))
+    assert few == [traced(slices) for slices in (1, 2, 3, 4, 10, 64)]
+
+
 def op(reads, writes, kind="pointwise", graph=1):
     sized = lambda names: tuple((name, 10) for name in names)
     moved = 10.0 * len(reads + writes)

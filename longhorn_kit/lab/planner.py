@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['FREE', 'OWN', 'KEPT', 'MEMORY', 'WALK', 'ASSUMED', 'NODE', 'FULL', 'ENOUGH', 'KINDS', 'VOCABULARY', 'PARTS', 'Work',
-           'held_bytes', 'Ledger', 'Trace', 'spread', 'like_of', 'BlackBox', 'write_down', 'black_boxes', 'mark_graphs',
-           'compiled_gap', 'compute_again', 'trace_model', 'records_folder', 'Machine', 'load_machine', 'stretched',
-           'is_odd', 'is_like', 'product_seconds', 'curve', 'between', 'scan_rows', 'scan_seconds', 'other_seconds',
-           'groups_of', 'fused_traffic', 'pointwise_rate', 'pointwise_seconds', 'one_price', 'seconds_of',
-           'collective_seconds', 'link_notes', 'Plan', 'Part', 'one_part', 'device_seconds', 'kept_bytes', 'memory_of',
-           'optimiser_bytes', 'exposed_seconds', 'choose_rows', 'plan_model', 'summed_up', 'plan', 'plan_text',
-           'compare', 'compare_run', 'parts_of', 'compare_throughput', 'comparison_table']
+           'held_bytes', 'Ledger', 'Trace', 'spread', 'like_of', 'BlackBox', 'write_down', 'some_slices', 'black_boxes',
+           'mark_graphs', 'compiled_gap', 'compute_again', 'trace_model', 'records_folder', 'Machine', 'load_machine',
+           'stretched', 'is_odd', 'is_like', 'product_seconds', 'curve', 'between', 'scan_rows', 'scan_seconds',
+           'other_seconds', 'groups_of', 'fused_traffic', 'pointwise_rate', 'pointwise_seconds', 'one_price',
+           'seconds_of', 'collective_seconds', 'link_notes', 'Plan', 'Part', 'one_part', 'device_seconds', 'kept_bytes',
+           'memory_of', 'optimiser_bytes', 'exposed_seconds', 'choose_rows', 'plan_model', 'summed_up', 'plan',
+           'plan_text', 'compare', 'compare_run', 'parts_of', 'compare_throughput', 'comparison_table']
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-003
 import json, math, weakref
@@ -183,12 +183,24 @@ def write_down(trace, kind, name, size, reads, made):
         trace.add("widen", name, [], [], (math.prod(size[1:4]),))
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-017
+def some_slices(
+    trace,   # Trace
+    *places, # as for `range`: where the slices of the loss begin
+):
+    "The first two places and the last; the work of the second slice is noted again for each one between."
+    starts = range(*places)
+    yield from starts[:1]
+    before = len(trace.work)
+    yield from starts[1:2]
+    trace.work += trace.work[before:] * (len(starts) - 3)
+    yield from starts[2:][-1:]
+
 @contextmanager
 def black_boxes(
     trace, # Trace
     kept,  # function (form, N) -> bytes of states that a scan keeps for each element of x
 ):
-    "Inside, the kit's models call black boxes for scan, convolution, attention and RMSNorm."
+    "Inside, the kit's models call black boxes for scan, convolution, attention and RMSNorm; of many like slices few are traced."
     def scan(form, q, k, x, b, bias, skip, z, *more):
         size = (form, *x.shape, k.shape[-1])
         out = [(x.shape, x.dtype)]
@@ -214,7 +226,8 @@ def black_boxes(
               "longhorn_kit.models.baselines.selective_scan": s6, "longhorn_kit.models.mixer.causal_conv1d": conv,
               "torch.nn.functional.scaled_dot_product_attention": attention,
               "longhorn_kit.models.matrix_mixers.matrix_scan": refused,
-              "longhorn_kit.models.lm.check_tokens": lambda *_: None}
+              "longhorn_kit.models.lm.check_tokens": lambda *_: None,
+              "longhorn_kit.lab.training.range": partial(some_slices, trace)} # of `SlicedLoss`
     with ExitStack() as stack:
         for place, box in places.items():
             stack.enter_context(patch(place, box))
