@@ -310,8 +310,11 @@ class Generate:
 
     def __call__(self):
         folder = model_folder(self.checkpoint)
-        if self.prompt == "-":
-            self.prompt = sys.stdin.read()
+        try:
+            self.prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+            self.prompt.encode()
+        except UnicodeError:
+            raise UsageError("the prompt is not UTF-8 text") from None
         if not self.prompt:
             raise UsageError("the prompt is empty; one character is enough")
         generate_from(self, folder)

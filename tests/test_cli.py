@@ -316,6 +316,15 @@ def test_generate_reads_a_prompt_from_standard_input(model, capsys, monkeypatch)
     assert "empty" in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
 
 
+def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch):
+    import io
+    told = "the prompt is not UTF-8 text"
+    assert told in fails(capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2)
+    for errors in ("strict", "surrogateescape"): # the second where the locale is C
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+        assert told in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
+
+
 def test_generate_refuses_an_empty_prompt(model, capsys):
     assert "prompt" in fails(capsys, ["generate", str(model), "--prompt", ""], 2)
 
