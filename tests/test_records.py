@@ -1,4 +1,4 @@
-import errno, io, json, math, os, platform, resource, signal, subprocess, sys, time
+import copy, errno, io, json, math, os, pickle, platform, resource, signal, subprocess, sys, time
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
@@ -154,6 +154,18 @@ def test_broken_json_names_its_file(tmp_path):
     with pytest.raises(ValueError, match="r.json is not a JSON file") as caught:
         read_json(tmp_path / "r.json")
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_names_its_file_also_after_a_copy(tmp_path):
+    write_jsonl(tmp_path / "m.jsonl", [{"step": 1}, {}])
+    inner = read_json(write_json(tmp_path / "r.json", {"runs": [{"inner": {"seed": 3}}]}))["runs"][0]["inner"]
+    line = read_jsonl(tmp_path / "m.jsonl")[1]
+    for found, says in ((inner, "r.json"), (line, "m.jsonl, line 2")):
+        for kept in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+            with pytest.raises(ValueError, match=f"key 'step' is missing in .*{says}$"):
+                kept["step"]
+            assert "step" not in kept and kept.get("step") is None
+    assert inner == {"seed": 3} and json.dumps(inner) == '{"seed": 3}'
 
 
 def test_records_hold_no_machine(tmp_path, monkeypatch):

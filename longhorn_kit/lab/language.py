@@ -360,8 +360,8 @@ def check_same_model(
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     known = read_json(path)
     for name in ("mixer", *ours): # the mixer first: it decides much of the rest
-        if known.get(name) != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known.get(name)}; this one has "
+        if known[name] != ours[name]:
+            raise ValueError(f"{folder} holds a run with {name}={known[name]}; this one has "
                              f"{name}={ours[name]}; use another folder or delete it")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-043

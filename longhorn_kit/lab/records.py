@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'check_ranges', 'to_plain', 'without_machine_paths',
-           'write_json', 'read_json', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit',
-           'cpu_name', 'version_of', 'environment', 'command_line', 'PlainProgress', 'progress', 'one_thread',
-           'end_with', 'side_by_side']
+           'write_json', 'JsonObject', 'read_json', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl',
+           'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line', 'PlainProgress', 'progress',
+           'one_thread', 'end_with', 'side_by_side']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
 import dataclasses, errno, json, math, os, platform, re, shlex, shutil, signal, subprocess, sys, threading, time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -142,12 +143,24 @@ def write_json(
     return Path(path)
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-021
+class JsonObject(dict):
+    "An object of a file; ValueError that names the file for a key that it lacks."
+    def __init__(self,
+        found=(),            # keys and values
+        place="a JSON file", # what to call the file
+    ):
+        super().__init__(found)
+        self.place = str(place)
+
+    def __missing__(self, key):
+        raise ValueError(f"key {key!r} is missing in {self.place}")
+
 def read_json(
     path, # file to read
 ):
-    "The value in a JSON file; raises ValueError naming the file when it is not JSON."
+    "The value in a JSON file, of `JsonObject`s; raises ValueError naming the file when it is not JSON."
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path))
     except ValueError as error: # also a UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {str(error).splitlines()[0]}") from error
 
@@ -189,8 +202,9 @@ def read_jsonl(
     lines = Path(path).read_bytes().split(b"\n")
     values = []
     for number, line in enumerate(lines, 1):
+        found = partial(JsonObject, place=f"{path}, line {number}")
         try:
-            values += [json.loads(line)] if line.strip() else []
+            values += [json.loads(line, object_hook=found)] if line.strip() else []
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error

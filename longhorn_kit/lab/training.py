@@ -547,8 +547,8 @@ def check_folder(
         return None
     known, ours = read_json(folder / "config.json"), to_plain(config)
     for name in sorted(set(ours) - MAY_CHANGE):
-        if known["config"].get(name) != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known['config'].get(name)}; "
+        if known["config"][name] != ours[name]:
+            raise ValueError(f"{folder} holds a run with {name}={known['config'][name]}; "
                              f"this one has {name}={ours[name]}; use another folder or delete it")
     return known
 

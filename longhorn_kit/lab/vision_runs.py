@@ -1067,8 +1067,8 @@ def resume_run(
             raise ValueError(f"{run.folder} holds a run with {len(known['classes'])} classes; {run.config.data} "
                              f"has {len(run.classes)}, or others; use another folder or delete it")
         for name in sorted(set(ours) - {"workers", "cpu", "accumulate", "data"}):
-            if known["config"].get(name) != ours[name]:
-                raise ValueError(f"{run.folder} holds a run with {name}={known['config'].get(name)}; "
+            if known["config"][name] != ours[name]:
+                raise ValueError(f"{run.folder} holds a run with {name}={known['config'][name]}; "
                                  f"this one has {name}={ours[name]}; use another folder or delete it")
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process and not path.exists():
