@@ -137,6 +137,7 @@ def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
     def conv():
         conv_forward(x, w, c, given, None, True, state)
         conv_backward(x, given, x, w, c, given, None, True)
+        conv_backward(x, None, x, w, c, None, None, True, also=x)
         conv_step(x[:, 0], past, past, w, c, True)
 
     yield "conv", record(conv)
@@ -255,12 +256,15 @@ def sweep(bandwidth):
     for name in ("S1", "S3"):
         B, T, D = SHAPES[name]
         x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
+        more = torch.randn_like(dy)
         for plan in (ConvPlan(L, U, BD, 1, warps) for L in (32, 64, 128) for U in (8, 16) for BD, warps in ((128, 1), (256, 1), (256, 2))):
             t = bench(lambda: conv_forward(x, w, c, None, None, True, False, plan))
             print(f"{name} forward  {plan}  {t:.4f} ms  {t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes", flush=True)
-        for plan in (ConvPlan(L, U, BD, R, R * BD // 128) for L in (32, 64, 128) for U in (4, 8) for R in (1, 2, 4) for BD in (64, 128) if R * BD >= 128):
-            t = bench(lambda: conv_backward(dy, None, x, w, c, None, None, True, plan))
-            print(f"{name} backward {plan}  {t:.4f} ms  {t / (6 * B * T * D / bandwidth * 1e3):.2f} x bytes", flush=True)
+        for plan in (ConvPlan(L, U, BD, R, R * BD // 128) for L in (32, 64, 128) for U in (4, 8) for R in (1, 2, 4) for BD in (128, 256)):
+            for gradients in (1, 2):
+                t = bench(lambda: conv_backward(dy, None, x, w, c, None, None, True, plan, more if gradients == 2 else None))
+                floor = 2 * (2 + gradients) * B * T * D / bandwidth * 1e3
+                print(f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  {t / floor:.2f} x bytes", flush=True)
 
 
 def main():

@@ -208,7 +208,8 @@ def compiled(*arguments):
     done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], capture_output=True, text=True, env=env, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {r["kernel"] for r in rows} == {"_conv_fwd_kernel", "_conv_bwd_kernel", "_conv_bwd_state_kernel", "_conv_step_kernel", "_step_kernel"}
+    assert {r["kernel"] for r in rows} == {"_conv_fwd_kernel", "_conv_bwd_kernel", "_conv_bwd_state_kernel", "_conv_step_kernel", "_step_kernel",
+                                            "_rows_kernel"}
     for row in rows:
         assert row["spill"] <= 16 and row["registers"] <= 255 and row["shared"] <= 8192, row
 

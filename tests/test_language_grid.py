@@ -282,7 +282,7 @@ def test_the_record_of_a_rehearsal_can_be_drawn(rehearsal):
 
 
 def test_kernels_are_told_apart_by_their_names():
-    ours = ("_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_exact_bwd_kernel", "_scan_fwd_kernel", "_sum_kernel",
+    ours = ("_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_exact_bwd_kernel", "_scan_fwd_kernel", "_sum_kernel", "_rows_kernel",
             "chunk_gla_fwd_kernel_inter", "recompute_w_u_fwd_kernel", "chunk_fwd_kernel_o")
     assert all(kind_of(name) == "scan" for name in ours)
     names = {"_conv_fwd_kernel": "convolution", "triton_per_fused_mean_2": "compiled", "Memcpy HtoD": "pointwise and the rest",

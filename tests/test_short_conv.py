@@ -209,6 +209,28 @@ def test_one_output_without_the_other():
         assert y.shape == (1, 5, 3)
 
 
+def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **made):
+    "An output that is read twice, or by one of two, has the gradients of the sum."
+    a, dy, dfinal = inputs(*shape, None if bounds is None else len(bounds) - 1, dtype, **made)
+    r = leaves(a)
+    names = [n for n, t in r.items() if t is not None]
+    cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
+    y, again = causal_conv1d(**r, cu_seqlens=cu, backend=backend, twice=True)
+    assert y.data_ptr() == again.data_ptr() and torch.equal(y, causal_conv1d(**r, cu_seqlens=cu, backend=backend))
+    for first, second in ((dy, dy.cos()), (None, dy), (dy, None)):
+        read = [(t, g) for t, g in ((y, first), (again, second)) if g is not None]
+        got = torch.autograd.grad([t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True)
+        want = oracle(a, sum(g.double() for _, g in read), torch.zeros_like(dfinal), bounds=bounds)
+        assert all(error(g, want[n]) < TOLERANCE[dtype] for n, g in zip(names, got))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_two_readers_are_added(backend, small):
+    for options in (dict(), dict(state=False), dict(state=False, bias=False, dtype=torch.bfloat16)):
+        assert_readers_added(backend, 1, 11, 5, 4, **options)
+    assert_readers_added(backend, 1, 11, 5, 4, bounds=[0, 2, 2, 11])
+
+
 def test_operations_are_well_formed(small):
     a, dy, dfinal = inputs(1, 2, 2, 2)
     r = leaves(a)
@@ -222,10 +244,14 @@ def test_operations_are_well_formed(small):
 def test_compiles_without_graph_breaks(small):
     a, dy, _ = inputs(1, 4, 2, 3)
     r = leaves(a)
-    run = lambda x, w, c, h: causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    once = lambda x, w, c, h: causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
+    def twice(x, w, c, h):
+        y, again = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
+        return y.sin().sum() + again.cos().sum()
     args = list(r.values())
-    torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args))
+    for run in (once, twice):
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args))
 
 
 def test_second_derivative_by_torch_and_refused_by_triton(small):
@@ -294,6 +320,7 @@ SHAPES = [(2, 67, 40, 4), (1, 1300, 129, 3), (3, 33, 31, 2), (2, 500, 96, 8), (1
 def test_gpu_parity(shape, dtype):
     assert_right(*shape, dtype=dtype)
     assert_right(*shape, dtype=dtype, state=False, bias=False, activation=None)
+    assert_readers_added("triton", *shape, dtype=dtype, state=False)
 
 
 @pytest.mark.cuda

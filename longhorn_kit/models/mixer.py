@@ -123,9 +123,12 @@ def causal_conv(
     weight: Tensor,      # (D,1,W) one filter a channel; the last tap meets the newest input
     bias: Tensor,        # (D,)
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
-) -> tuple:              # silu of the convolution (B,T,D), and the last W-1 inputs (B,D,W-1)
+    keep: bool = True,   # return the last inputs
+    twice: bool = False, # return the output as a pair, for two readers
+) -> tuple:              # silu of the convolution (B,T,D), and the last W-1 inputs (B,D,W-1) or None
     "Causal depthwise convolution with SiLU, and what the next call needs to go on."
-    return causal_conv1d(x, weight, bias, initial_state=past, output_final_state=True)
+    out = causal_conv1d(x, weight, bias, initial_state=past, output_final_state=keep, twice=twice)
+    return out if keep else (out, None)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
@@ -164,22 +167,24 @@ class ScanProjections(Mixer):
             return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)]    # their gradients need not be joined
         return self.in_proj(h).chunk(2, -1)
 
-    def project(self, h, past=None):
-        "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past."
+    def project(self, h, past=None, keep=True):
+        "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past, None unless kept."
         x, z = self.content_and_gate(h)
-        x, past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past)
-        return *self.address(x), z, past
+        (x, again), past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past, keep, twice=True)
+        q, k, low = self.address(again)
+        return q, k, x, low, z, past
 
     def project_step(self, h_t, past, inplace=False):
         "The same for one token: (B,d_model) -> q, k (B,N), x, z (B,d_inner), low (B,rank) and the new past."
         x, z = self.in_proj(h_t).chunk(2, -1)
         x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
-        return *self.address(x), z, past
+        q, k, low = self.address(x)
+        return q, k, x, low, z, past
 
     def address(self, x):
-        "Values (..,d_inner) -> q, k (..,N), the values, and low (..,rank)."
+        "Values (..,d_inner) -> q, k (..,N) and low (..,rank)."
         low, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
-        return q, k, x, low
+        return q, k, low
 
     def empty_cache(self, batch_size, device=None, dtype=None):
         weight = self.out_proj.weight
@@ -194,7 +199,7 @@ class ScanMixer(ScanProjections):
 
     def run(self, x, cache=None, keep_cache=False):
         past, S = (None, None) if cache is None else cache
-        *inputs, past = self.project(x, past)
+        *inputs, past = self.project(x, past, keep_cache)
         out = self.scan(*inputs, initial_state=S, output_final_state=keep_cache)
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None

@@ -98,6 +98,7 @@ def causal_conv1d(
     output_final_state: bool = False,    # return `(y, final_state)`
     cu_seqlens: Tensor | None = None,    # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto",       # "auto", "triton" or "torch"
+    twice: bool = False,         # y as a pair over the same memory, for two readers: the backward kernel adds their gradients
 ):
     """Causal depthwise convolution and SiLU in one: y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
@@ -110,13 +111,15 @@ def causal_conv1d(
         if cu_seqlens is not None and cu_seqlens.device != x.device:
             raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
         from longhorn_kit.scan.triton_conv import triton_conv
-        y, final = triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, output_final_state)
+        y, final = triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, output_final_state, twice)
         return (y, final) if output_final_state else y
     if lengths is None:
-        out = torch_conv(x, weight, bias, initial_state, activation)
-        return out if output_final_state else out[0]
-    one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
-    return run_sequences(one, (x,), lengths, initial_state, output_final_state)
+        y, final = torch_conv(x, weight, bias, initial_state, activation)
+    else:
+        one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
+        y, final = run_sequences(one, (x,), lengths, initial_state, True)
+    y = (y, y) if twice else y
+    return (y, final) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 def causal_conv1d_step(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .triton_portable import INTERPRETED, _cdiv
+from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -51,7 +51,9 @@ def _input(x_ptr, h0_ptr, t, d, m, sx_t, W: tl.constexpr, HAS_H0: tl.constexpr):
 
 @triton.jit
 def _sigmoid(v):
-    return 1.0 / (1.0 + tl.exp2(v * -1.4426950408889634))
+    # A division that is right for every number takes six instructions, the square of a reciprocal root two.
+    r = tl.rsqrt(1.0 + tl.exp2(v * -1.4426950408889634))
+    return r * r
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _filter(window, w, bias, W: tl.constexpr):
     # Equation (1) before its SiLU.
     total = bias
     for j in tl.static_range(W):
-        total += w[j] * window[j]
+        total = tl.fma(w[j], window[j], total)
     return total
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-012
@@ -113,7 +115,7 @@ def _before_silu(g, window, w, bias, W: tl.constexpr, SILU: tl.constexpr):
         v = _filter(window, w, bias, W)
         s = _sigmoid(v)
         y = v * s
-        g = g * (s + y * (1.0 - s))
+        g = g * tl.fma(y, 1.0 - s, s)
     return g
 
 
@@ -122,7 +124,7 @@ def _dual(gs, w, W: tl.constexpr):
     # The gradient of the oldest input in a window of W gradients: each was made with another tap.
     total = gs[0] * w[W - 1]
     for j in tl.static_range(1, W):
-        total += gs[j] * w[W - 1 - j]
+        total = tl.fma(gs[j], w[W - 1 - j], total)
     return total
 
 
@@ -135,8 +137,8 @@ def _final_share(dhT_ptr, t, length, d, m, W: tl.constexpr):
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-016
 @triton.jit(do_not_specialize=["T", "SLOTS"])
 def _conv_bwd_kernel(
-        x_ptr, w_ptr, bias_ptr, h0_ptr, g_ptr, dhT_ptr, dx_ptr, dw_ptr, cu_ptr, seq_ptr,
-        T, SLOTS, D, ND, sx_b, sx_t, sg_b, sg_t,
+        x_ptr, w_ptr, bias_ptr, h0_ptr, g_ptr, also_ptr, dhT_ptr, dx_ptr, dw_ptr, dbias_ptr, cu_ptr, seq_ptr,
+        T, SLOTS, D, ND, sx_b, sx_t, sg_b, sg_t, sa_b, sa_t,
         W: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BD: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PACKED: tl.constexpr):
     # BD channels over R runs of L steps side by side; two windows slide, over inputs and over gradients.
@@ -157,6 +159,8 @@ def _conv_bwd_kernel(
     if first < length:
         x_ptr += batch * sx_b + start * sx_t
         g_ptr += batch * sg_b + start * sg_t
+        if also_ptr is not None:
+            also_ptr += batch * sa_b + start * sa_t
         dx_ptr += row * D
         if HAS_H0:
             h0_ptr += seq * D * (W - 1)
@@ -170,18 +174,24 @@ def _conv_bwd_kernel(
         for i in range(0, tl.minimum(L, length - first), U):
             xs = ()
             dys = ()
+            too = ()
             for u in tl.static_range(U):
                 t = lo + (i + u)
                 m = md & (t < length)
                 xs = xs + (tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m, other=0.0),)
                 dys = dys + (tl.load(g_ptr + t.to(tl.int64) * sg_t + d, mask=m, other=0.0),)
+                if also_ptr is not None:
+                    too = too + (tl.load(also_ptr + t.to(tl.int64) * sa_t + d, mask=m, other=0.0),)
             for u in tl.static_range(U):
                 t = lo + (i + u)
                 window = past + (xs[u].to(tl.float32),)
-                gs = gs + (_before_silu(dys[u].to(tl.float32), window, w, bias, W, SILU),)
+                dy = dys[u].to(tl.float32)
+                if also_ptr is not None:
+                    dy += too[u].to(tl.float32)
+                gs = gs + (_before_silu(dy, window, w, bias, W, SILU),)
                 sums = ()
                 for j in tl.static_range(W):
-                    sums = sums + (dws[j] + gs[W - 1] * window[j],)
+                    sums = sums + (tl.fma(gs[W - 1], window[j], dws[j]),)
                 dws = sums + (dws[W] + gs[W - 1],)
                 r = t - (W - 1)
                 dx = _dual(gs, w, W)
@@ -196,6 +206,8 @@ def _conv_bwd_kernel(
             m = md & (t < length)
             x = tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m, other=0.0).to(tl.float32)
             dy = tl.load(g_ptr + t.to(tl.int64) * sg_t + d, mask=m, other=0.0).to(tl.float32)
+            if also_ptr is not None:
+                dy += tl.load(also_ptr + t.to(tl.int64) * sa_t + d, mask=m, other=0.0).to(tl.float32)
             window = past + (x,)
             gs = gs + (_before_silu(dy, window, w, bias, W, SILU),)
             r = t - (W - 1)
@@ -205,10 +217,11 @@ def _conv_bwd_kernel(
             tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=md & (r >= lo) & (r < length))
             past = window[1:]
             gs = gs[1:]
-    n = tl.arange(0, BD)
-    for j in tl.static_range(W + 1):
-        at = (slot.to(tl.int64) * (W + 1) + j) * D + (pid % ND) * BD + n
-        tl.store(dw_ptr + at, tl.sum(dws[j], 0), mask=(pid % ND) * BD + n < D)
+    n = (pid % ND) * BD + tl.arange(0, BD)
+    at = slot.to(tl.int64) * D + n
+    for j in tl.static_range(W):
+        tl.store(dw_ptr + at * W + j, tl.sum(dws[j], 0), mask=n < D)
+    tl.store(dbias_ptr + at, tl.sum(dws[W], 0), mask=n < D)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-018
 @triton.jit
@@ -289,14 +302,12 @@ def conv_plan(
     direction: str = "forward", # "forward" or "backward"
 ) -> ConvPlan:
     "Block sizes for a shape. Outputs and gradients of inputs do not depend on them, not even in the last bit."
-    BD = min(128, max(32, triton.next_power_of_2(D)))
-    L, enough = 64, 8192 if direction == "forward" else 2048
+    forward = direction == "forward"
+    BD = min(128 if forward else 256, max(32, triton.next_power_of_2(D)))
+    L, enough = 64, 8192 if forward else 1024
     while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
         L //= 2
-    if direction == "forward":
-        return ConvPlan(L, 8, BD)
-    R = 4 if L == 64 else 2
-    return ConvPlan(L, 8, BD, R, R)
+    return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 4, BD, 2, max(1, BD // 64))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-025
 def _unit(t):
@@ -352,30 +363,31 @@ def conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     silu: bool,
     plan: ConvPlan | None = None,
+    also: Tensor | None = None,   # (B,T,D) a second gradient of y, to be added to the first
 ):
     "Gradients (dx, dweight, dbias, dinitial), None where the input was None. No atomics: the bits repeat."
-    x, dy, w = _unit(x), _unit(dy), weight.contiguous()
+    if also is not None and initial_state is not None:
+        dy, also = dy + also, None
+    x, dy, also, w = _unit(x), _unit(dy), _unit(also), weight.contiguous()
     c, initial, dfinal = (t if t is None else t.contiguous() for t in (bias, initial_state, dfinal))
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward")
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
     blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
     dx = torch.empty(x.shape, device=x.device, dtype=_kept(x.dtype))
-    dw = torch.empty(slots, W + 1, D, device=x.device, dtype=torch.float32)
+    dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((D, W), (D,)))
     dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_kept(initial.dtype))
     strides = x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)
     flags = dict(W=W, SILU=silu, BD=p.BD, HAS_BIAS=c is not None, HAS_DHT=dfinal is not None and W > 1, PACKED=packed)
     if slots * blocks:
         _conv_bwd_kernel[(slots * blocks,)](
-            x, w, c, initial, dy, dfinal, dx, dw, cu_seqlens, owner, T, each, D, blocks, *strides,
-            R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
+            x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
+            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
     if dinitial is not None and dinitial.numel():
         _conv_bwd_state_kernel[(n * blocks,)](
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
             enable_fp_fusion=False)
-    dw = dw.sum(0)
-    return (dx.to(x.dtype), dw[:W].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format),
-            None if bias is None else dw[W].to(bias.dtype, copy=True),
+    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype), None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-032
@@ -394,13 +406,14 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final):
 
 @custom_op("longhorn_kit::short_conv_backward", mutates_args=())
 def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> list[Tensor]:
-    grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu)
+                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
+                         also: Tensor | None = None) -> list[Tensor]:
+    grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
 @_short_conv_backward.register_fake
-def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu):
+def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None):
     new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
     return [*map(new, (x, weight, bias, initial_state))]
 
@@ -411,12 +424,13 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dy, dfinal):
+def _gradients(ctx, dy, dfinal, also=None):
     x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
+    dy, also = (also, None) if dy is None else (dy, also)
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
     backward = torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
-    grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu)
+    grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also)
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
     return (*grads, None, None, None)
 
@@ -428,14 +442,27 @@ def _refuse(ctx, *grads):
 register_autograd(_short_conv, _gradients, setup_context=_setup)
 register_autograd(_short_conv_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
 
+
+class _Twice(torch.autograd.Function):
+    # The convolution with y as two tensors over the same memory, whose gradients come one by one.
+    @staticmethod
+    def forward(ctx, *inputs):
+        y, last = torch.ops.longhorn_kit.short_conv.default(*inputs)
+        _setup(ctx, inputs, None)
+        return y, last, y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy, dlast, also):
+        return _gradients(ctx, dy, dlast, also)
+
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-035
-def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final):
-    "`causal_conv1d` on checked arguments: (y (B,T,D), final state (n,D,W-1) or None)."
+def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False):
+    "`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None)."
     # by name, not `_short_conv`: where a notebook and the package both define the operation, the last one is valid
-    conv = torch.ops.longhorn_kit.short_conv.default
+    conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    y, last = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final)
-    return y, last if final else None
+    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final)
+    return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-036
 def conv_step(x_t, past, after, weight, bias, silu):

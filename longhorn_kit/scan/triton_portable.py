@@ -701,6 +701,25 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
         tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=there & (part == 2))
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-035
+@triton.jit(do_not_specialize=["rows", "M"])
+def _rows_kernel(parts_ptr, out_ptr, rows, M, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Sums over the rows of (rows, M), always in the same order.
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for r0 in range(0, rows, ROWS):
+        r = r0 + tl.arange(0, ROWS)[:, None]
+        total += tl.load(parts_ptr + r.to(tl.int64) * M + c[None, :], mask=(r < rows) & (c < M)[None, :], other=0.0)
+    tl.store(out_ptr + c, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M)
+
+
+def _sum_of_rows(parts, dtype):
+    # `parts.sum(0).to(dtype)` in one launch, where PyTorch makes up to three.
+    out = torch.empty(parts.shape[1:], device=parts.device, dtype=_stored(dtype))
+    if out.numel():
+        _rows_kernel[(_cdiv(out.numel(), 32),)](parts, out, len(parts), out.numel(), ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+    return out.to(dtype)
+
+
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
     # Sums over channel blocks, slots and channels, in a fixed order, and the inputs' own dtypes.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
@@ -712,10 +731,10 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
             dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
             NP=p.NP, WIDTH=p.width, ROWS=block, COLUMNS=columns, num_warps=1, enable_fp_fusion=False)
     if A is not None:
-        dA = (dA.sum(0) if p.width == 2 else dA_t).to(A.dtype)
+        dA = _sum_of_rows(dA, A.dtype) if p.width == 2 else dA_t.to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db
     return (dq.to(q.dtype), dk.to(k.dtype), dx.to(x.dtype), db.to(b.dtype),
-            None if bias is None else dbias.sum(0).to(bias.dtype), None if skip is None else dskip.sum(0).to(skip.dtype),
+            None if bias is None else _sum_of_rows(dbias, bias.dtype), None if skip is None else _sum_of_rows(dskip, skip.dtype),
             None if z is None else dz.to(z.dtype), dA, dinitial)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-037
