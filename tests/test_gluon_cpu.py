@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact
+from longhorn_kit.scan import triton_diagonal, triton_exact, triton_portable
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton_selective import selective_plan
@@ -22,7 +22,7 @@ def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
     dk, dq, *dA_t = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
     if drate is not None:
         dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
-    dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)
+    dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)[..., : p.N]
     return dq, dk, dx, db.sum(-1, keepdim=True) if scalar else db, dbias.sum(0), dskip.sum(0), dz, dA, dinitial
 
 
@@ -30,6 +30,23 @@ def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
 def collected_in_pytorch(monkeypatch):
     for module in (triton_diagonal, triton_exact):
         monkeypatch.setattr(module, "_collect", collect)
+
+
+@pytest.mark.parametrize("form", ("diagonal", "s6", "s6_timed"))
+def test_sums_over_programs(form):
+    "The kernels' own sums against PyTorch's, with states that are only there to fill a block."
+    B, T, D, N, slots = 2, 5, 6, 3, 70
+    p = next(iter(kernels(form)))(B, T, D, N)
+    new = torch.randn
+    a = dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), z=None, bias=new(D).double(), skip=new(D),
+             A=dict(s6=new(D, N), s6_timed=new(B, T, N)).get(form))
+    parts = dict(dx=new(B, T, D), db=new(B, T, D), dz=None, dtok=new(11, B * T, p.width * p.NP), dbias=new(slots, D), dskip=new(slots, D),
+                 dA=new(slots, D, p.NP) if form == "s6" else None, dinitial=None)
+    assert p.NP > N
+    options = dict(scalar=False, drate=new(11, B * T) if form == "diagonal" else None)
+    got, want = (sums(p, *a.values(), *parts.values(), **options) for sums in (triton_portable._collect, collect))
+    assert got[4].dtype == torch.float64 and all(t is None or t.is_contiguous() for t in got)
+    torch.testing.assert_close([t.float() for t in got if t is not None], [t for t in want if t is not None])
 
 
 def kernels(form):

@@ -1140,6 +1140,5 @@ def diagonal_backward(
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
         PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
-    dA = None if dA is None else dA[..., : p.N]
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
                     dinitial[..., : p.N].contiguous(), scalar, drate)

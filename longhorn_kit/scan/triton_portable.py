@@ -713,7 +713,7 @@ def _rows_kernel(parts_ptr, out_ptr, rows, M, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 def _sum_of_rows(parts, dtype):
-    # `parts.sum(0).to(dtype)` in one launch, where PyTorch makes up to three.
+    # `parts.sum(0).to(dtype)` of contiguous parts in one launch, where PyTorch makes up to three.
     out = torch.empty(parts.shape[1:], device=parts.device, dtype=_stored(dtype))
     if out.numel():
         _rows_kernel[(_cdiv(out.numel(), 32),)](parts, out, len(parts), out.numel(), ROWS=64, COLUMNS=32, enable_fp_fusion=False)
@@ -731,7 +731,7 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
             dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
             NP=p.NP, WIDTH=p.width, ROWS=block, COLUMNS=columns, num_warps=1, enable_fp_fusion=False)
     if A is not None:
-        dA = _sum_of_rows(dA, A.dtype) if p.width == 2 else dA_t.to(A.dtype)
+        dA = _sum_of_rows(dA, A.dtype)[..., : p.N].contiguous() if p.width == 2 else dA_t.to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db
     return (dq.to(q.dtype), dk.to(k.dtype), dx.to(x.dtype), db.to(b.dtype),
             None if bias is None else _sum_of_rows(dbias, bias.dtype), None if skip is None else _sum_of_rows(dskip, skip.dtype),
