@@ -218,10 +218,9 @@ def _conv_bwd_kernel(
             past = window[1:]
             gs = gs[1:]
     n = (pid % ND) * BD + tl.arange(0, BD)
-    at = slot.to(tl.int64) * D + n
     for j in tl.static_range(W):
-        tl.store(dw_ptr + at * W + j, tl.sum(dws[j], 0), mask=n < D)
-    tl.store(dbias_ptr + at, tl.sum(dws[W], 0), mask=n < D)
+        tl.store(dw_ptr + (slot.to(tl.int64) * W + j) * D + n, tl.sum(dws[j], 0), mask=n < D)
+    tl.store(dbias_ptr + slot.to(tl.int64) * D + n, tl.sum(dws[W], 0), mask=n < D)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-018
 @triton.jit
@@ -300,14 +299,15 @@ class ConvPlan:
 def conv_plan(
     B: int, T: int, D: int,
     direction: str = "forward", # "forward" or "backward"
+    gradients: int = 1,         # of the output, in the backward
 ) -> ConvPlan:
     "Block sizes for a shape. Outputs and gradients of inputs do not depend on them, not even in the last bit."
     forward = direction == "forward"
     BD = min(128 if forward else 256, max(32, triton.next_power_of_2(D)))
-    L, enough = 64, 8192 if forward else 1024
+    L, enough = (32, 8192) if forward else (64, 1024)
     while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
         L //= 2
-    return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 4, BD, 2, max(1, BD // 64))
+    return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 8 // gradients, BD, 2, max(1, BD // 64))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-025
 def _unit(t):
@@ -371,11 +371,11 @@ def conv_backward(
     x, dy, also, w = _unit(x), _unit(dy), _unit(also), weight.contiguous()
     c, initial, dfinal = (t if t is None else t.contiguous() for t in (bias, initial_state, dfinal))
     (B, T, D), W = x.shape, weight.shape[1]
-    p = plan or conv_plan(B, T, D, "backward")
+    p = plan or conv_plan(B, T, D, "backward", 1 if also is None else 2)
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
     blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
     dx = torch.empty(x.shape, device=x.device, dtype=_kept(x.dtype))
-    dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((D, W), (D,)))
+    dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((W, D), (D,)))
     dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_kept(initial.dtype))
     strides = x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)
     flags = dict(W=W, SILU=silu, BD=p.BD, HAS_BIAS=c is not None, HAS_DHT=dfinal is not None and W > 1, PACKED=packed)
@@ -387,7 +387,7 @@ def conv_backward(
         _conv_bwd_state_kernel[(n * blocks,)](
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
             enable_fp_fusion=False)
-    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype), None if bias is None else _sum_of_rows(dbias, bias.dtype),
+    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True), None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-032

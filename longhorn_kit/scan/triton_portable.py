@@ -701,22 +701,25 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
         tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=there & (part == 2))
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-035
-@triton.jit(do_not_specialize=["rows", "M"])
-def _rows_kernel(parts_ptr, out_ptr, rows, M, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums over the rows of (rows, M), always in the same order.
+@triton.jit(do_not_specialize=["rows", "W", "D"])
+def _rows_kernel(parts_ptr, out_ptr, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Sums over the rows of (rows,W,D), always in the same order, as (D,W).
+    M = W * D
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
         total += tl.load(parts_ptr + r.to(tl.int64) * M + c[None, :], mask=(r < rows) & (c < M)[None, :], other=0.0)
-    tl.store(out_ptr + c, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M)
+    tl.store(out_ptr + c % D * W + c // D, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M)
 
 
-def _sum_of_rows(parts, dtype):
-    # `parts.sum(0).to(dtype)` of contiguous parts in one launch, where PyTorch makes up to three.
-    out = torch.empty(parts.shape[1:], device=parts.device, dtype=_stored(dtype))
+def _sum_of_rows(parts, dtype, turned=False):
+    # `parts.sum(0).to(dtype)`, or with `turned` its transpose, of contiguous parts in one launch; PyTorch makes up to three.
+    shape = parts.shape[1:]
+    W, D = shape if turned else (1, shape.numel())
+    out = torch.empty(shape[::-1] if turned else shape, device=parts.device, dtype=_stored(dtype))
     if out.numel():
-        _rows_kernel[(_cdiv(out.numel(), 32),)](parts, out, len(parts), out.numel(), ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+        _rows_kernel[(_cdiv(W * D, 32),)](parts, out, len(parts), W, D, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
     return out.to(dtype)
 
 
