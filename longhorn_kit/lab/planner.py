@@ -158,11 +158,12 @@ class BlackBox(torch.autograd.Function):
     @staticmethod
     def forward(ctx, trace, kind, name, size, out, kept, *tensors):
         ctx.trace, ctx.about = trace, (kind, name, size)
-        results = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in out)
+        results = [torch.empty(shape, dtype=dtype) for shape, dtype in filter(None, out)]
         write_down(trace, kind, name, size, [t for t in tensors if t is not None], results)
+        results += [results[0].view_as(results[0])] * (None in out) # the first once more, for a second reader
         ctx.save_for_backward(torch.empty(int(kept), dtype=torch.uint8),
                               results[0] if kind == "attention" else None, *tensors)
-        return results if len(results) > 1 else results[0]
+        return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx, *douts):
@@ -210,9 +211,13 @@ def black_boxes(
         return scan(form, q, k, x, b, b_bias, D_skip, z)
     def s6(q, k, x, dt, A, dt_bias=None, D_skip=None, z=None, **_):
         return scan("s6", q, k, x, dt, dt_bias, D_skip, z, A)
-    def conv(x, weight, bias=None, **_):
-        out = [(x.shape, x.dtype), ((x.shape[0], x.shape[2], weight.shape[-1] - 1), x.dtype)]
-        return BlackBox.apply(trace, "conv", "conv", tuple(x.shape), out, 0, x, weight, bias)
+    def conv(x, weight, bias=None, output_final_state=False, twice=False, **_):
+        final = [((x.shape[0], x.shape[2], weight.shape[-1] - 1), x.dtype)] * output_final_state
+        out = [(x.shape, x.dtype), *final, *[None] * twice]
+        found = BlackBox.apply(trace, "conv", "conv", tuple(x.shape), out, 0, x, weight, bias)
+        y, *more = found if len(out) > 1 else (found,)
+        y = (y, more.pop()) if twice else y
+        return (y, *more) if final else y
     def norm(h, shape, weight=None, eps=None):
         return BlackBox.apply(trace, "pointwise", "rms_norm", (), [(h.shape, h.dtype)],
                               4 * h.numel() // h.shape[-1], h, weight)
