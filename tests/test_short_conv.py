@@ -215,12 +215,13 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     r = leaves(a)
     names = [n for n, t in r.items() if t is not None]
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
-    y, again = causal_conv1d(**r, cu_seqlens=cu, backend=backend, twice=True)
+    (y, again), last = causal_conv1d(**r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True)
     assert y.data_ptr() == again.data_ptr() and torch.equal(y, causal_conv1d(**r, cu_seqlens=cu, backend=backend))
-    for first, second in ((dy, dy.cos()), (None, dy), (dy, None)):
-        read = [(t, g) for t, g in ((y, first), (again, second)) if g is not None]
+    for first, second, third in ((dy, dy.cos(), None), (dy, dy.cos(), dfinal), (None, dy, None), (dy, None, None)):
+        read = [(t, g) for t, g in ((y, first), (again, second), (last, third)) if g is not None]
         got = torch.autograd.grad([t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True)
-        want = oracle(a, sum(g.double() for _, g in read), torch.zeros_like(dfinal), bounds=bounds)
+        total = sum(g.double() for g in (first, second) if g is not None)
+        want = oracle(a, total, torch.zeros_like(dfinal) if third is None else dfinal, bounds=bounds)
         assert all(error(g, want[n]) < TOLERANCE[dtype] for n, g in zip(names, got))
 
 
