@@ -27,8 +27,9 @@ from torch import Tensor
 
 from . import claims
 from .data import HELD_OUT, Corpus, Sampler, prepare
-from .records import (
-    atomic_file, command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain, write_json)
+from longhorn_kit.lab.records import (
+    atomic_file, check_same_settings, command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain,
+    write_json)
 from .training import TrainConfig, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters, fill_mlp, match_parameters
@@ -358,11 +359,7 @@ def check_same_model(
         return
     if text and source.exists() and read_json(source)["sha256"] not in (text, None):
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
-    known = read_json(path)
-    for name in ("mixer", *ours): # the mixer first: it decides much of the rest
-        if known[name] != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known[name]}; this one has "
-                             f"{name}={ours[name]}; use another folder or delete it")
+    check_same_settings(folder, read_json(path), ours, ("mixer", *ours)) # the mixer first: it decides much of the rest
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-043
 def train_lm(

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from .data import Sampler, locked
 from longhorn_kit.lab.records import (
-    append_jsonl, cannot_write, check_ranges, command_line, environment, progress, publish_folder, read_json,
-    read_jsonl, to_plain, write_json, write_jsonl,
+    append_jsonl, cannot_write, check_ranges, check_same_settings, command_line, environment, progress, publish_folder,
+    read_json, read_jsonl, to_plain, write_json, write_jsonl,
 )
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-007
@@ -546,10 +546,7 @@ def check_folder(
     if not (folder / "config.json").exists():
         return None
     known, ours = read_json(folder / "config.json"), to_plain(config)
-    for name in sorted(set(ours) - MAY_CHANGE):
-        if known["config"][name] != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known['config'][name]}; "
-                             f"this one has {name}={ours[name]}; use another folder or delete it")
+    check_same_settings(folder, known["config"], ours, sorted(set(ours) - MAY_CHANGE))
     return known
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-056

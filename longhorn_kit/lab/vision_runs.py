@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from . import claims
 from .records import (
-    append_jsonl, atomic_file, check_ranges, command_line, environment, progress, read_json, read_jsonl, side_by_side,
-    to_plain, without_machine_paths, write_json, write_jsonl)
+    append_jsonl, atomic_file, check_ranges, check_same_settings, command_line, environment, progress, read_json,
+    read_jsonl, side_by_side, to_plain, without_machine_paths, write_json, write_jsonl)
 from .training import TrainingDiverged, make_accelerator
 from ..models.vision import default_cfgs, timm
 
@@ -1066,10 +1066,7 @@ def resume_run(
         if known["classes"] != run.classes:
             raise ValueError(f"{run.folder} holds a run with {len(known['classes'])} classes; {run.config.data} "
                              f"has {len(run.classes)}, or others; use another folder or delete it")
-        for name in sorted(set(ours) - {"workers", "cpu", "accumulate", "data"}):
-            if known["config"][name] != ours[name]:
-                raise ValueError(f"{run.folder} holds a run with {name}={known['config'][name]}; "
-                                 f"this one has {name}={ours[name]}; use another folder or delete it")
+        check_same_settings(run.folder, known["config"], ours, sorted(set(ours) - {"workers", "cpu", "accumulate", "data"}))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process and not path.exists():
         write_json(path, {"config": ours, "classes": run.classes, "environment": environment(),
