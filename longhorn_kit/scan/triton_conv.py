@@ -148,7 +148,6 @@ def _conv_bwd_kernel(
     d = ((pid % ND) * BD + tl.arange(0, BD))[None, :]
     md = d < D
     lo = first + tl.arange(0, R)[:, None] * L                    # (R,1) first step of every run
-    hi = tl.minimum(lo + L, length)
     w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([1, BD], tl.float32)
     if HAS_BIAS:
@@ -366,7 +365,7 @@ def conv_backward(
     also: Tensor | None = None,   # (B,T,D) a second gradient of y, to be added to the first
 ):
     "Gradients (dx, dweight, dbias, dinitial), None where the input was None. No atomics: the bits repeat."
-    if also is not None and initial_state is not None:
+    if also is not None and initial_state is not None:           # the small kernel of its gradient takes one
         dy, also = dy + also, None
     x, dy, also, w = _unit(x), _unit(dy), _unit(also), weight.contiguous()
     c, initial, dfinal = (t if t is None else t.contiguous() for t in (bias, initial_state, dfinal))
@@ -377,12 +376,13 @@ def conv_backward(
     dx = torch.empty(x.shape, device=x.device, dtype=_kept(x.dtype))
     dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((W, D), (D,)))
     dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_kept(initial.dtype))
-    strides = x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)
+    strides = *x.stride()[:2], *dy.stride()[:2]
     flags = dict(W=W, SILU=silu, BD=p.BD, HAS_BIAS=c is not None, HAS_DHT=dfinal is not None and W > 1, PACKED=packed)
     if slots * blocks:
         _conv_bwd_kernel[(slots * blocks,)](
             x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
-            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
+            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags,
+            num_warps=p.warps, enable_fp_fusion=False)
     if dinitial is not None and dinitial.numel():
         _conv_bwd_state_kernel[(n * blocks,)](
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
