@@ -27,9 +27,9 @@ from torch import Tensor
 
 from . import claims
 from .data import HELD_OUT, Corpus, Sampler, prepare
-from longhorn_kit.lab.records import (
-    atomic_file, check_same_settings, command_line, environment, one_thread, read_json, read_jsonl, side_by_side, to_plain,
-    write_json)
+from .records import (
+    atomic_file, check_same_settings, command_line, environment, one_thread, read_json,
+    read_jsonl, side_by_side, to_plain, write_json)
 from .training import TrainConfig, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters, fill_mlp, match_parameters
