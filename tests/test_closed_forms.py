@@ -121,3 +121,9 @@ def test_gates_in_float32_are_never_negative():
     for v in (-80.0, -1.0, 0.0, 20.0):
         gates = 1 - effective_rate_from_logits(k, torch.full((1,), v))[..., None] * k[..., None, :].square()
         assert gates.min() >= 0 and gates.max() <= 1
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_size_may_be_a_number(step):
+    S, k, x = torch.randn(3, 4), torch.randn(4), torch.randn(3)
+    assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full((3,), 0.5)))

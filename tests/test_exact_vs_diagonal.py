@@ -81,6 +81,12 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
     assert torch.allclose(states[1, 1, 2], row)
 
 
+def test_run_stream_takes_one_rate_a_channel():
+    keys, values, beta = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(3).double()
+    assert torch.equal(run_stream(exact_step, keys, values, beta), run_stream(exact_step, keys, values, beta.expand(2, 7, 3)))
+    assert torch.equal(run_stream(exact_step, keys, values, beta[0]), run_stream(exact_step, keys, values, beta[0].item()))
+
+
 def test_an_empty_stream_returns_the_initial_state():
     assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
 

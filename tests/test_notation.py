@@ -112,3 +112,10 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
     for name, symbol in SYMBOLS.items():
         assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(symbol.shape)
+
+
+def test_shape_of_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match="no symbol 'foo'"):
+        shape_of("foo", B=1)
+    with pytest.raises(ValueError, match=r"\(B,T,D\); missing: D"):
+        shape_of("x", B=1, T=2)

@@ -88,6 +88,22 @@ def test_any_distance_and_loss_can_be_combined():
     torch.testing.assert_close(solved, a * S + 0.3 * torch.outer(x, k), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["solve", "descend"])
+def test_one_state_and_many_pairs_are_as_many_problems(method):
+    torch.manual_seed(0)
+    S, k, x, beta = torch.randn(3, 4).double(), torch.randn(7, 4).double(), torch.randn(7, 3).double(), torch.rand(7, 3).double()
+    solved = IMPLICIT.minimise(S, k, x, method=method, beta=beta)
+    each = torch.stack([IMPLICIT.minimise(S, *pair[:2], beta=pair[2]) for pair in zip(k, x, beta)])
+    torch.testing.assert_close(solved, each, rtol=1e-7, atol=1e-7)
+    assert IMPLICIT.gradient(S, S, k, x, beta=beta).shape == (7, 3, 4)
+
+
+def test_descent_is_as_good_for_small_problems():
+    k, x = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1e-11, 2e-11])
+    small = IMPLICIT.minimise(torch.zeros(2, 3), k, x, method="descend", beta=torch.tensor(0.5))
+    torch.testing.assert_close(small, IMPLICIT.minimise(torch.zeros(2, 3), k, x, beta=torch.tensor(0.5)), rtol=1e-6, atol=0)
+
+
 def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
     S, k, x, beta = (t.float() for t in problem())
     S.requires_grad_()

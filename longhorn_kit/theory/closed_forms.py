@@ -57,7 +57,7 @@ def decoupled_step(
     beta: Tensor, # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:      # (...,D,N) next state
     "One small proximal problem a coordinate: rate `beta / (1 + beta k_n^2)` instead of a shared one."
-    step, key = beta[..., None], k[..., None, :]
+    step, key = (beta * torch.ones_like(x))[..., None], k[..., None, :]
     rate = step / (1 + step * key.square())
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 

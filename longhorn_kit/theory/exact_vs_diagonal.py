@@ -39,13 +39,14 @@ def run_stream(
     step: Callable,       # update `step(S, k, x, beta) -> S`
     keys: Tensor,         # (...,T,N) keys, in the order of writing
     values: Tensor,       # (...,T,D) values
-    beta: float | Tensor = 1.0, # step size: a number, or (...,T,D) or (...,T,1)
+    beta: float | Tensor = 1.0, # step size: a number, (D,), (...,T,D) or (...,T,1)
     initial_state: Tensor | None = None, # (...,D,N) state before the first pair; zeros if None
 ) -> Tensor:              # (...,T+1,D,N) the state before the first pair, then after each
     "All states of an update along a stream of pairs."
     S = values.new_zeros(*values.shape[:-2], values.shape[-1], keys.shape[-1])
     S = S if initial_state is None else initial_state.expand_as(S)
-    beta = beta if torch.is_tensor(beta) else torch.full_like(values[..., :1], beta)
+    beta = torch.as_tensor(beta).to(values)
+    beta = beta.expand(*values.shape[:-1], -1 if beta.dim() else 1) if beta.dim() < 2 else beta
     states = [S]
     for t in range(keys.shape[-2]):
         states.append(step(states[-1], keys[..., t, :], values[..., t, :], beta[..., t, :]))

@@ -58,7 +58,12 @@ def shape_of(
     **sizes: int, # B, T, D, N as needed
 ) -> tuple[int, ...]:
     "The shape of a symbol at given sizes; `()` for a size itself."
+    if name not in SYMBOLS:
+        raise ValueError(f"no symbol {name!r}; known: {', '.join(SYMBOLS)}")
     shape = SYMBOLS[name].shape
+    missing = [size for size in shape.split(",") if shape and size not in sizes]
+    if missing:
+        raise ValueError(f"the shape of {name} is ({shape}); missing: {', '.join(missing)}")
     return tuple(sizes[size] for size in shape.split(",")) if shape else ()
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-033

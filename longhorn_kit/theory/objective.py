@@ -77,12 +77,12 @@ def minimise_quadratic(
 def minimise_descent(
     f: Callable,             # f(S) -> (...) smooth and convex, one value for each problem
     S: Tensor,               # (...,D,N) starting point
-    tolerance: float=1e-10,  # largest gradient entry at the end, relative to the one at the start
+    tolerance: float=1e-10,  # largest gradient entry at the end, relative to the largest at the start
     max_steps: int=5000,
 ) -> Tensor:                 # (...,D,N) minimiser
     "The minimiser of `f` by Barzilai-Borwein gradient descent; RuntimeError if the gradient stays."
     g, step = gradient_of(f, S), 1e-6
-    goal = tolerance * max(g.abs().max().item(), 1.0)
+    goal = tolerance * g.abs().max().item()
     for _ in range(max_steps):
         if g.abs().max() <= goal: return S
         S_next = S - step * g
@@ -106,6 +106,12 @@ def _check_sizes(S, k, x):
     if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
         raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
                          f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
+
+
+def _batched(S, k, x):
+    "`S` once for every problem of the batch."
+    _check_sizes(S, k, x)
+    return S.expand(*torch.broadcast_shapes(S.shape[:-2], k.shape[:-1], x.shape[:-1]), *S.shape[-2:])
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-030
 class Objective:
@@ -133,14 +139,14 @@ class Objective:
 
     def gradient(self, S, S_prev, k, x, **params) -> Tensor:
         "The gradient (...,D,N) with respect to `S`, by automatic differentiation."
-        return gradient_of(lambda S: self(S, S_prev, k, x, **params), S)
+        return gradient_of(lambda S: self(S, S_prev, k, x, **params), _batched(S, k, x))
 
     def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
         "The minimiser (...,D,N) in float64, by a dense solve or (method='descend') by descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
             raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
-        S_prev, k, x = S_prev.double(), k.double(), x.double()
+        S_prev, k, x = _batched(S_prev, k, x).double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         return methods[method](lambda S: self(S, S_prev, k, x, **params), S_prev)
 

@@ -230,7 +230,8 @@ def draw_gates(
     sizes = {"D": D, "N": N}
     def draw(low, high, shape):
         return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
-    return {name: draw(*gate) for name, gate in layer.gates.items()}
+    gates = {name: draw(*gate) for name, gate in layer.gates.items()}
+    return {name: normalize(gate, dim=-1) if name == "kappa" else gate for name, gate in gates.items()}
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-048
 def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, where="", **more):
