@@ -38,18 +38,24 @@ def shape_of(text):
     return B, T, D
 
 
+def count(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda", "interpret"], default="cpu")
     parser.add_argument("--shape", type=shape_of, nargs="+", metavar="B,T,D", help="time these instead of the usual ones")
     parser.add_argument("--form", choices=FORMS, nargs="+", help="of " + ", ".join(FORMS) + "; on a CPU the first two")
-    parser.add_argument("--state", type=int, nargs="+", metavar="N", help="sizes of a key (default 16)")
+    parser.add_argument("--state", type=count, nargs="+", metavar="N", help="sizes of a key (default 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--out", type=pathlib.Path, help="file to write (default, for a run of everything: kernels/results/cpu.json or <gpu>.json)")
     cpu = parser.add_argument_group("on a CPU")
-    cpu.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    cpu.add_argument("--rounds", type=int, default=9)
+    cpu.add_argument("--threads", type=count, default=min(2, os.cpu_count() or 1))
+    cpu.add_argument("--rounds", type=count, default=9)
     cpu.add_argument("--memory-of", help=argparse.SUPPRESS)
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
@@ -65,7 +71,10 @@ def parse(argv):
             at = given.index(option)
             del given[at:at + 2]
     args.given = given
-    part = args.shape or args.form or args.state or args.dtype or set(args.sections) != set(SECTIONS)
+    cases, sections = args.shape or args.form or args.state or args.dtype, set(args.sections) != set(SECTIONS)
+    if cases and sections:
+        parser.error("--sections chooses among the usual cases; --shape, --form, --state and --dtype make others")
+    part = cases or sections
     args.whole = not part and args.device != "interpret"
     if args.device == "cpu":
         for name, default in CPU_DEFAULTS.items():

@@ -86,10 +86,15 @@ def cases():
     yield from (Case("again", "S1", *S1, form=form) for form in both)       # how far do two times of one case differ?
 
 
+def sizes(case):
+    return f"{case.B},{case.T},{case.D}, N={case.N}"
+
+
 def shrunk(case):
     "The same case at a size for the interpreter."
-    return replace(case, B=min(case.B, 2), T=min(case.T, 16 + case.T % 16), D=min(case.D, 8 + case.D % 8), N=min(case.N, 4),
-                   packed=tuple(min(n, 7) for n in case.packed[:3]))
+    small = replace(case, B=min(case.B, 2), T=min(case.T, 16 + case.T % 16), D=min(case.D, 8 + case.D % 8), N=min(case.N, 4),
+                    packed=tuple(min(n, 7) for n in case.packed[:3]))
+    return replace(small, shape=sizes(small)) if case.section == "chosen" else small
 
 
 def checked_steps(case):
@@ -377,7 +382,7 @@ def report(row, anchors):
         return
     else:
         what, how = "conv, " + row["who"], row["shape"]
-    text = f"{how:<14}{what:<34}"
+    text = f"{how:<21} {what:<34}"
     for way in ("forward", "backward"):
         ms = row.get(f"{way}_ms")
         text += f"{'wrong' if ms is None else f'{ms:.3f}':>10}"
@@ -397,8 +402,9 @@ def chosen(args):
         todo = [c for c in cases() if c.section in args.sections]
     else:
         forms, dtypes = args.form or ["diagonal", "exact"], args.dtype or ["bfloat16"]
-        todo = [Case("chosen", f"{B},{T},{D}, N={N}", B, T, D, N, form, dtype=dtype) for B, T, D in args.shape or [SHAPES["S1"]]
+        todo = [Case("chosen", "", B, T, D, N, form, dtype=dtype) for B, T, D in args.shape or [SHAPES["S1"]]
                 for N in args.state or [16] for form in forms for dtype in dtypes]
+        todo = [replace(c, shape=sizes(c)) for c in todo]
     return [shrunk(c) for c in todo] if INTERPRETED else todo
 
 

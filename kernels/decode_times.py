@@ -277,6 +277,8 @@ def main():
     print("relative errors against float64:", errors, flush=True)
     if args.check:
         return
+    if DEVICE == "cpu":
+        raise SystemExit("decode_times.py: no GPU here; --check runs the checks alone")
     bandwidth = copy_bandwidth()
     print(f"a copy moves {bandwidth / 1e12:.2f} TB/s", flush=True)
     if args.sweep:

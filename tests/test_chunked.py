@@ -186,3 +186,13 @@ def test_only_some_inputs_need_gradients(form):
     expected["k"].requires_grad_()
     run(form, expected, reference=True)[0].sum().backward()
     torch.testing.assert_close(t["k"].grad, expected["k"].grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
+def test_batched_gradients_are_refused_in_one_line(form):
+    from longhorn_kit import longhorn_scan
+
+    q, k, x, b = (torch.randn(1, 5, n, requires_grad=True) for n in (4, 4, 3, 3))
+    out = longhorn_scan(q, k, x, b, form=form, backend="chunked")
+    with pytest.raises(RuntimeError, match="^this scan has no batched gradients"):
+        torch.autograd.grad(out, q, torch.randn(2, *out.shape), is_grads_batched=True)

@@ -206,6 +206,26 @@ def test_bf16_is_close_to_float32():
     assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
 
 
+def test_what_is_taught_in_bf16_is_what_is_read(monkeypatch):
+    read, tokens = [], torch.arange(48).view(2, 24)
+    monkeypatch.setattr(ex, "retrieval_maps", lambda model, *rest: read.append((model, model(tokens))) or {})
+    texts = ex.Texts(BYTES, TEXT, {"held out": TEXT})
+    with torch.no_grad():
+        ex.measure(model(), texts, replace(CONFIG, needles=("fact",), taught=("fact",), precision="bf16"))
+        (untaught, before), (taught, after) = read
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(untaught(tokens), before, rtol=0, atol=0)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(taught(tokens), after, rtol=0, atol=0)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("wrong", [dict(context=15), dict(context=0), dict(choices=11), dict(choices=1)])
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is"):
+        replace(CONFIG, **wrong)
+
+
 # Runs
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,17 @@ def test_steps_equal_the_scan(form, backend):
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bare", [False, True])
+def test_results_can_be_viewed_in_any_shape(form, backend, bare):
+    t = make()
+    if bare:
+        t |= dict(b_bias=None, D_skip=None, z=None)
+    out, end = run(form, t, output_final_state=True, backend=backend)
+    assert out.is_contiguous() and end.is_contiguous()
+
+
 # On a GPU each size is compiled for its own kernels, which takes seconds: one size there, any in the interpreter.
 WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), st.integers(1, 9))
 

@@ -41,6 +41,14 @@ def results(run, a, dy, dfinal):
     return dict(y=out[0].detach(), final=out[1].detach(), **grads)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_results_can_be_viewed_in_any_shape(backend, activation):
+    a, *_ = inputs(2, 9, 5, 4)
+    out = causal_conv1d(**a, activation=activation, output_final_state=True, backend=backend)
+    assert all(t.is_contiguous() for t in out)
+
+
 def leaves(a, dtype=None):
     return {n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for n, t in a.items()}
 

@@ -11,6 +11,10 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 
 
 def main():
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("all.py: no GPU here")
     wanted = tuple(sys.argv[1:]) or ("",)
     failed = []
     for script in sorted(FOLDER.glob("*.py")):

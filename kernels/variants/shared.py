@@ -5,6 +5,11 @@ import sys
 KERNELS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(KERNELS.parent), str(KERNELS), str(KERNELS.parent / "tests")]
 
+import torch
+
+if not torch.cuda.is_available():
+    raise SystemExit(f"{pathlib.Path(sys.argv[0]).name}: no GPU here")
+
 from bench_gpu import ANCHORS, Case, draw
 from bench_gpu import SHAPES as BTD
 

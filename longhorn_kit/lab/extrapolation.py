@@ -275,7 +275,7 @@ def lesson(
     "A batch of haystacks with their answers."
     inputs, targets = [], []
     for row in range(rows):
-        seed = 10**6 + step * rows + row # never one of the test
+        seed = 10**6 + step * rows + row # never a seed of the test
         depth = float(np.random.default_rng(seed).random())
         found = haystack(tokens, tokenizer, kind, length, depth, seed, 2)
         whole = np.concatenate([found.context, found.answers[0]])
@@ -352,6 +352,12 @@ class ExtrapolationConfig:
     teach_rows: int = 16               # haystacks a lesson
     teach_lr: float = 2e-3
 
+    def __post_init__(self):
+        if self.context < 2 or self.context % 2:
+            raise ValueError(f"context is {self.context}; windows slide by half of it, so it must be even")
+        if not 2 <= self.choices <= len(COLOURS):
+            raise ValueError(f"choices is {self.choices}; expected 2 to {len(COLOURS)}")
+
 GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SETTINGS = {
     "laptop": ExtrapolationConfig(256, LM_PRESETS["laptop"]),
@@ -390,7 +396,8 @@ def measure(
     "Perplexities on every domain, and needles hidden in the first, without and after lessons."
     check_choice("precision", config.precision, ("float32", "bf16"))
     model, begun, words = model.eval(), time.perf_counter(), texts.tokenizer
-    with torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+    with torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=config.precision == "bf16",
+                        cache_enabled=False): # lessons change the weights
         found = {name: perplexities(model, tokens, config) for name, tokens in texts.held_out.items()}
         first = next(iter(texts.held_out.values()))
         maps, loss = {kind: retrieval_maps(model, first, words, kind, config) for kind in config.needles}, None
@@ -585,7 +592,7 @@ def prepared(
         models = [(mixer, seed, lambda mixer=mixer, seed=seed: laptop_model(mixer, seed, config, corpus, folder), origin)
                   for seed in config.seeds for mixer in config.mixers]
         return models, Texts(corpus.tokenizer, corpus.train, {"held out": corpus.val})
-    from longhorn_kit.lab.language import trained_tokenizer
+    from longhorn_kit.lab.language import check_vocabulary, trained_tokenizer
     from longhorn_kit.lab.language_grid import open_texts
     places, device = find_checkpoints(checkpoints), "cuda" if torch.cuda.is_available() else None
     if device:
@@ -593,6 +600,7 @@ def prepared(
     vocab_size = read_json(places[0][2] / "config.json")["vocab_size"]
     name = tokenizer or trained_tokenizer(places[0][2], vocab_size)
     found = open_texts(data or "stdlib", name, Path(folder) / "tokens")
+    check_vocabulary(found.corpus.tokenizer.vocab_size, vocab_size)
     held_out = {name: tokens for name, (tokens, _) in found.domains.items()}
     models = [(mixer, seed, lambda mixer=mixer, place=place: load_checkpoint(mixer, place, device),
                {"weights": weights_hash(place)})

@@ -188,8 +188,14 @@ def only_once(
     "The method with gradients that refuse to be differentiated; what they depend on has to be among the saved tensors."
     @functools.wraps(method)
     def wrapped(ctx, *args):
-        with torch.no_grad():
-            grads = method(ctx, *args)
+        try:
+            with torch.no_grad():
+                grads = method(ctx, *args)
+        except RuntimeError as error:
+            if "Batching rule" not in str(error):
+                raise
+            raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True) with backend='chunked'; "
+                               "backend='reference' has them") from error
         if not torch.is_grad_enabled(): # nobody asked for `create_graph`
             return grads
         found = [g for g in grads if g is not None]
@@ -213,7 +219,7 @@ class ElementwiseScan(torch.autograd.Function):
         y, S, marks = elementwise_forward(rule, time_major(q), S.mT.clone(memory_format=torch.contiguous_format), chunk, keep)
         ctx.save_for_backward(q, k, x, v, A, marks, tied)
         ctx.Rule, ctx.chunk = Rule, chunk
-        return y.transpose(0, 1), S.mT.contiguous()
+        return y.transpose(0, 1).contiguous(), S.mT.contiguous()
 
     @staticmethod
     @only_once
