@@ -231,7 +231,8 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
 
 def with_anchors(source: str) -> str:
     "Entries of the glossary and of the references that can be linked to: #term-state, #arxiv-2407.14207."
-    source = re.sub(r"^- \*\*(.+?)\*\*", lambda m: f'- <span id="term-{slug(m[1])}"></span>**{m[1]}**', source, flags=re.M)
+    source = re.sub(r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?", # two words of one spelling: "checkpoint (of a run)"
+                    lambda m: f'- <span id="term-{slug(m[1] + " " + (m[3] or ""))}"></span>**{m[1]}**{m[2] or ""}', source, flags=re.M)
     return re.sub(r"^- (?=.*arxiv\.org/abs/(\d{4}\.\d{4,5}))", r'- <span id="arxiv-\1"></span>', source, flags=re.M)
 
 

@@ -46,18 +46,21 @@ def one_line(
 
 # %% ../nbs/cli.ipynb #cli-010
 def complaint(
-    box: str, # what tyro printed
-) -> str:     # one line
+    box: str,          # what tyro printed
+    command: str = "", # that was typed; "": none that there is
+) -> str:              # one line
     "What is wrong with a command line, the option that was probably meant, and where the help is."
     lines = [line.strip().strip("│").strip() for line in box.splitlines()]
     lines = [line for line in lines if line and line[0] not in "╭╰"]
     lines = lines if "╭" in box else lines[2:] # without UTF-8 the title is a line and a rule
     rules = [i for i, line in enumerate(lines) if set(line) <= set("─-")] + [len(lines)]
-    message, rest = " ".join(lines[: rules[0]]).rstrip("."), " ".join(lines[rules[0] :])
-    meant = re.search(r"Perhaps you meant:.*?(--[\w-]+)", rest)
-    helps = re.search(r"longhorn [\w -]*--help", rest)
-    hint = f"; did you mean {meant[1]}?" if meant else ""
-    return f"{message}{hint}; see {helps[0] if helps else 'longhorn --help'}"
+    message, options = " ".join(lines[: rules[0]]), []
+    message = re.sub(r" \(applied to longhorn [\w-]+\)| Arguments are applied .*", "", message).rstrip(".")
+    for line in lines[rules[0] :]: # options that look alike, each with the command it belongs to
+        options += re.findall(r"^--[\w-]+", line)
+        if options and line == f"in longhorn {command} --help":
+            return f"{message}; did you mean {options[-1]}?; see longhorn {command} --help"
+    return f"{message}; see {' '.join(['longhorn', command]).strip()} --help"
 
 # %% ../nbs/cli.ipynb #cli-012
 @dataclass
@@ -317,6 +320,8 @@ class Generate:
             raise UsageError("the prompt is not UTF-8 text") from None
         if not self.prompt:
             raise UsageError("the prompt is empty; one character is enough")
+        if self.tokens < 0:
+            raise ValueError(f"tokens is {self.tokens}; expected at least 0")
         generate_from(self, folder)
 
 # %% ../nbs/cli.ipynb #cli-040
@@ -357,7 +362,8 @@ class Eval:
     def __call__(self):
         folder = model_folder(self.model)
         name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
-        part = "" if self.limit is None else f"-first-{self.limit}" # a trial replaces no result
+        given = {"first": self.limit, "shots": self.shots, "context": None if self.context == 8192 else self.context}
+        part = "".join(f"-{name}-{value}" for name, value in given.items() if value is not None) # a trial replaces no result
         path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}{part}.json"
         if path.is_dir():
             raise UsageError(f"--out {self.out} is a folder; name a file in it")
@@ -482,7 +488,8 @@ class TrainVision:
     interrupted = "interrupted; the same command goes on from the last finished epoch"
 
     def __call__(self):
-        from longhorn_kit.lab.vision_runs import train_vision
+        from longhorn_kit.lab.vision_runs import VISION_PRESETS, train_vision
+        known("preset", self.preset, VISION_PRESETS)
         given = {name: value for name, value in vars(self).items() if value is not None}
         found = train_vision(given.pop("preset"), out=given.pop("out"), **given)
         print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
@@ -512,7 +519,7 @@ def parse(
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        raise UsageError(complaint(box.getvalue())) from None
+        raise UsageError(complaint(box.getvalue(), argv[0] if argv and argv[0] in COMMANDS else "")) from None
 
 # %% ../nbs/cli.ipynb #cli-058
 def fail(

@@ -59,6 +59,10 @@ def fails(capsys, argv, code=1):
     (["train-lm"], "--preset"),
     (["train-lm", "--preset", "tiny", "--out", "o", "--step", "3"], "did you mean --steps?"),
     (["train-lm", "--preset", "tiny", "--out", "o", "--steps", "3.5"], "3.5"),
+    (["train-vision", "--preset", "digits", "--out", "o", "--cpu"], "--cpu; see longhorn train-vision --help"),
+    (["train-vision", "--preset", "digits", "--out", "o", "--epocs", "3"], "did you mean --epochs?; see longhorn train-vision --help"),
+    (["train-vision", "--preset", "digit", "--out", "o"], "did you mean 'digits'?"),
+    (["claims", "--scale", "gpu"], "--scale gpu; see longhorn claims --help"),
 ])
 def test_mistake_in_the_command_line(here, capsys, argv, says):
     assert says in fails(capsys, argv, 2)
@@ -300,7 +304,7 @@ def test_generate_sends_no_control_characters(model, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--top-k", "0"], "top_k"),
-    (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"), (["--tokens", "-3"], "n_new"), (["--tokenizer", "words"], "words"),
+    (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"), (["--tokens", "-3"], "tokens is -3"), (["--tokenizer", "words"], "words"),
     (["--seed", str(2**64)], "seed is 18446744073709551616; expected"), (["--seed", str(-2**70)], "seed is -1180591620717411303424; expected"),
 ])
 def test_generate_refuses_impossible_settings(model, capsys, flags, says):

@@ -694,3 +694,34 @@ def test_text_shorter_than_the_context_is_refused():
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (dict(fraction=1.5), "fraction is 1.5"), (dict(fraction=0), "fraction is 0"), (dict(fraction=math.nan), "fraction is nan"),
+    (dict(limit=0), "limit is 0"), (dict(tokens=-5), "tokens is -5"), (dict(shard_tokens=0), "shard_tokens is 0"),
+    (dict(workers=0), "workers is 0"), (dict(verify="never"), "verify is 'never'")])
+def test_settings_that_cannot_be_are_refused(tmp_path, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        prepare("stdlib", cache=tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize("tokens", [1000, 100_000])
+def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
+    text = tmp_path / "text.txt"
+    lines = "".join(f"line {i}\n" for i in range(9000))
+    text.write_text("<|endoftext|>\n".join(f"text {n}\n{lines}" for n in range(documents)))
+    corpus = prepare(str(text), cache=tmp_path / "cache", tokens=tokens)
+    assert len(corpus.train) >= min(tokens, 80_000) and len(corpus.val) > 0
+
+
+@pytest.mark.parametrize("note", ["", "[]", "[1]", "{"])
+def test_a_damaged_note_of_what_was_checked_is_made_again(tmp_path, note):
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n" * 500)
+    folder = prepare(str(text), cache=tmp_path / "cache").folder
+    (folder / "checked.json").write_text(note)
+    assert len(prepare(str(text), cache=tmp_path / "cache").train) and json.loads((folder / "checked.json").read_text())
+    (folder / "index.json").write_text(note)
+    with pytest.raises(ValueError, match="delete that folder"):
+        prepare(str(text), cache=tmp_path / "cache")

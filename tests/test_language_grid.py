@@ -136,6 +136,13 @@ def test_a_finished_grid_is_not_run_again_and_a_larger_one_keeps_it(rehearsal, t
     assert trained == [("gla", 0)] and comparable(again)[:3] == comparable(record)
 
 
+def test_a_finished_grid_keeps_its_cost(rehearsal, texts):
+    folder, record = rehearsal
+    opened = open_texts(texts, "bytes", folder / "tokens")
+    again = language_grid.finished_record("gpu", TOY, folder, opened, 0.5)
+    assert again["seconds"] == pytest.approx(record["seconds"] + 0.5)
+
+
 def test_a_seed_decides_weights_and_order_for_all_models_alike(rehearsal):
     _, record = rehearsal
     first, second = ([row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn"][i] for i in (0, 1))

@@ -477,3 +477,12 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 def test_configs_survive_json(name):
     config = LMConfig(mixer=name, dropout=0.1, d_mlp=3)
     assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("mixer", ("longhorn", "attention", "mamba2"))
+def test_a_model_compiles_as_one_graph(mixer):
+    model = SequenceLM(LMConfig(16, 16, 1, mixer=mixer)).eval()
+    tokens = torch.randint(16, (2, 5))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens))

@@ -143,6 +143,15 @@ def test_unknown_scale_is_one_clear_line(tmp_path):
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("wrong, says", [
+    (dict(pairs=12), "pairs is 12; expected one of test_pairs"), (dict(lrs=()), "lrs is empty"), (dict(seeds=()), "seeds is empty"),
+    (dict(tasks=()), "tasks is empty"), (dict(batch_size=0), "batch_size is 0"), (dict(points=0), "points is 0"),
+    (dict(test_streams=0), "test_streams is 0")])
+def test_settings_are_checked_before_anything_is_trained(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        replace(TINY, **wrong)
+
+
 def test_settings_that_make_no_task_are_refused():
     with pytest.raises(ValueError, match="key_size is 1"): # on a line two keys are often the same
         RecallConfig(key_size=1)

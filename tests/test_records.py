@@ -149,6 +149,30 @@ def test_torn_last_line_is_dropped_and_a_torn_middle_is_an_error(tmp_path):
     assert read_jsonl(tmp_path / "none.jsonl") == []
 
 
+def test_the_next_line_takes_the_place_of_a_torn_one(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    append_jsonl(path, {"a": 1})
+    for torn, left in (('{"a": 2, "lo', [1]), ('{"a": 2}', [1, 2]), ("", [1])):    # a whole line may lack its end
+        path.write_text('{"a": 1}\n' + torn)
+        append_jsonl(path, {"a": 3})
+        assert [line["a"] for line in read_jsonl(path)] == [*left, 3]
+
+
+def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    path, real = tmp_path / "step", os.replace
+    path.mkdir()
+    (path / "old").write_text("old")
+    def fails(source, target):
+        if str(source).endswith(".partial"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="what was there before is unchanged"):
+        with atomic_folder(path) as new:
+            (new / "new").write_text("new")
+    assert [file.name for file in path.iterdir()] == ["old"]
+
+
 def test_broken_json_names_its_file(tmp_path):
     (tmp_path / "r.json").write_text("{")
     with pytest.raises(ValueError, match="r.json is not a JSON file") as caught:

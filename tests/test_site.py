@@ -95,6 +95,15 @@ def test_every_exported_public_function_has_an_entry(prepared):
 def test_public_interface_is_found_and_shown_unfolded():
     found = build.public_names()
     assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= found
+    path = build.NOTEBOOKS / "scan" / "15_op.ipynb"
+    shown = "".join(cell["source"] for cell in build.page(build.read(path), path, found)["cells"])
+    card = shown[shown.index("longhorn_scan("):]
+    assert card.index('<details class="api" open>') < card.index("</details>") and '<details class="api">' in shown
+
+
+def test_two_entries_of_one_word_can_be_linked_to():
+    source = build.with_anchors("- **checkpoint** (of a scan): kept\n- **checkpoint** (of a run): all\n- **key** $k$: a vector")
+    assert [f'id="term-{name}"' in source for name in ("checkpoint-of-a-scan", "checkpoint-of-a-run", "key")] == [True] * 3
 
 
 def test_broken_link_in_a_notebook_is_refused():

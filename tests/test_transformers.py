@@ -68,10 +68,44 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer):
     hf, lm = to_transformers(make(mixer)), make(mixer)
     tokens, mask, alone = padded(4, 9, 6)
-    together = hf.generate(tokens, attention_mask=mask, max_new_tokens=7, do_sample=False)
+    options = dict(max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    together = hf.generate(tokens, attention_mask=mask, **options)
+    careless = hf.generate(tokens, attention_mask=torch.ones_like(mask), **options)
     for row, prompt in enumerate(alone):
-        own = lm.generate(prompt, 7, temperature=0)
-        assert torch.equal(together[row, 9:], own[0, -7:])
+        own, logits = lm.generate(prompt, 7, temperature=0), torch.cat(hf.generate(prompt, **options).logits)
+        assert torch.equal(together.sequences[row, 9:], own[0, -7:])
+        torch.testing.assert_close(torch.stack([step[row] for step in together.logits]), logits, rtol=1e-4, atol=1e-5)
+        if len(prompt[0]) < 9: # an untrained model says the same words whatever it has read; its logits tell
+            assert (careless.logits[0][row] - logits[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+@pytest.mark.parametrize("rows", (1, 2))
+def test_rows_that_are_all_padded_alike(mixer, rows):
+    hf = to_transformers(make(mixer))
+    tokens, mask, alone = padded(*[3] * rows, 5)
+    tokens, mask, alone = tokens[:rows], mask[:rows], alone[:rows]
+    assert not mask[:, 0].any()
+    options = dict(max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    together = hf.generate(tokens, attention_mask=mask, **options)
+    for row, prompt in enumerate(alone):
+        own = hf.generate(prompt, **options)
+        torch.testing.assert_close(torch.stack([step[row] for step in together.logits]), torch.cat(own.logits), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+def test_a_row_without_a_text_disturbs_no_other(mixer):
+    hf = to_transformers(make(mixer))
+    tokens, mask, alone = padded(4, 6)
+    mask[0] = 0
+    torch.testing.assert_close(hf(tokens, attention_mask=mask, use_cache=True).logits[1], hf(alone[1]).logits[0])
+
+
+def test_another_cache_is_refused_in_one_line():
+    from transformers import DynamicCache
+    hf = to_transformers(make("longhorn"))
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; leave it out"):
+        hf(torch.randint(50, (1, 4)), past_key_values=DynamicCache())
 
 
 def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
@@ -209,7 +243,7 @@ def test_bad_input_is_one_line():
     with pytest.raises(ValueError, match="known mixers"):
         LonghornForCausalLM(LonghornConfig(mixer="rnn"))
     tokens, mask, _ = padded(3, 5, side="right")
-    with pytest.raises(ValueError, match="pad in front, or give prompts of one length at a time"):
+    with pytest.raises(ValueError, match="pad in front, give prompts of one length at a time, or .* pass use_cache=False"):
         to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
 
 

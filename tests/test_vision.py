@@ -81,6 +81,7 @@ def test_scripted_traced_and_exported_models_agree(name):
     with torch.no_grad():
         y = model(x)
         assert torch.allclose(torch.jit.script(model)(x), y, atol=1e-5)
+        assert torch.allclose(torch.jit.trace(model, x)(x), y, atol=1e-5)
         assert torch.allclose(torch.export.export(model, (x,)).module()(x), y, atol=1e-5)
         options = dict(leaf_modules=list(get_notrace_modules()), param_shapes_constant=True,
                        autowrap_functions=list(get_notrace_functions()))
@@ -206,6 +207,23 @@ def test_turned_image_and_exchanged_directions():
 
 
 # sizes
+
+def test_trained_with_other_patches(tmp_path):
+    from timm.layers import resample_patch_embed
+    model, path = build(NANO[0]), tmp_path / "nano.pth"
+    torch.save(model.state_dict(), path)
+    coarse = timm.create_model(NANO[0], pretrained=True, patch_size=4, pretrained_cfg_overlay=dict(file=str(path)))
+    filters = model.patch_embed.proj.weight.detach()
+    assert coarse.patch_embed.proj.weight.shape[-1] == 4 and coarse(images(coarse)).isfinite().all()
+    assert torch.allclose(coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6)
+
+
+def test_sizes_of_ones_own():
+    features = timm.create_model(NANO[0], features_only=True)
+    assert [f.shape[1] for f in features(torch.randn(1, 1, 8, 8))] == [64, 64]
+    small, large, colour = (vision.multiply_adds(build(NANO[0], **options)) for options in ({}, dict(img_size=16), dict(in_chans=3)))
+    assert small < colour < large
+
 
 def test_trained_at_224_evaluated_at_384():
     model = build("longhorn_vim_tiny_patch16_224", depth=1).eval()

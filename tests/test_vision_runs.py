@@ -1,8 +1,10 @@
 """Vision runs: data from four sources, corrupt images, resume, whole-set accuracy, the comparison and its record."""
+import dataclasses
 import io
 import json
 import os
 import tarfile
+import types
 from functools import partial
 
 import numpy as np
@@ -106,6 +108,25 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
             for i in (0, len(reader) - 1):
                 file, label = reader.read(i)
                 assert (file.read(), label) == rows[part][i]
+
+
+@pytest.mark.parametrize("labels", [(1, 4), ("dark", "light")])
+def test_labels_of_a_data_set_need_not_count_from_zero(tmp_path, labels):
+    import datasets
+    for part in ("train", "validation"):
+        table = dict(image=[dict(bytes=encoded(picture(i, i % 2)), path=None) for i in range(4)], label=[labels[i % 2] for i in range(4)])
+        features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64" if labels == (1, 4) else "string"))
+        datasets.Dataset.from_dict(table, features=features).to_parquet(tmp_path / f"{part}.parquet")
+    train, held_out = open_data(f"hf:{tmp_path}")
+    assert train.classes == {str(label): i for i, label in enumerate(labels)} == held_out.classes
+    assert [train.read(i)[1] for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_preset_can_be_tried_for_an_epoch_and_odd_parts_are_refused():
+    config = lab.vision_config("imagenet-vim-tiny", data="folder", epochs=1)
+    assert (config.epochs, config.warmup_epochs) == (1, 1)
+    with pytest.raises(ValueError, match="a part of a step has 7 images"):
+        lab.loaders([0] * 20, [0], dataclasses.replace(config, batch_size=7, accumulate=1), {}, types.SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu")))
 
 
 def test_parquet_and_digits_in_memory(tmp_path):

@@ -11,8 +11,8 @@ __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'HUB_NAME', 'GPT
            'holds_whole', 'pieces_of', 'split_documents', 'batches', 'one_batch', 'batch_hash', 'batches_after',
            'tokenise', 'in_order', 'cores', 'Preparation', 'stages_of', 'cutter', 'run_stage', 'write_corpus',
            'alone_in', 'locked', 'make_corpus', 'kept', 'stamp', 'fault', 'faults', 'open_shards', 'Corpus',
-           'remake_shard', 'check_corpus', 'source_hash', 'tokenizer_hash', 'cache_folder', 'prepare', 'epoch_order',
-           'Sampler']
+           'remake_shard', 'check_corpus', 'source_hash', 'tokenizer_hash', 'cache_folder', 'check_numbers',
+           'read_index', 'prepare', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
 import glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, shutil, sys, sysconfig, time, zlib
@@ -682,10 +682,10 @@ class Preparation:
         before, brought = {part: self.tokens(part) for part in self.writers}, 0
         origin = {"stage": self.journal["stage"], "position": position}
         for part, ids, size in tokens:
+            if part == "train" and self.tokens("train") >= enough: # the held-out end of a document still belongs to its head
+                return False
             self.writers[part].add(ids, size, origin, self.tokens(part) - before[part])
             brought += len(ids)
-            if self.tokens("train") >= enough:
-                return False
         self.journal["last"] = {"position": position, "sha256": batch_hash(documents)}
         self.save(MARK_SECONDS)
         return brought
@@ -875,7 +875,9 @@ def faults(
 ):
     "Yields (path, shard, what is wrong with it) for every damaged or missing shard."
     note, dtype = Path(folder) / "checked.json", np.dtype(index["dtype"])
-    known, checked = read_json(note) if note.exists() else {}, {}
+    known, checked = {}, {}
+    with suppress(OSError, TypeError, ValueError): # only a note: without it every shard is compared again
+        known |= read_json(note)
     shards = [shard for part in ("train", "val") for shard in index[part]["shards"]]
     doubtful = []
     for shard in shards:
@@ -1004,6 +1006,28 @@ def cache_folder():
     return Path(os.environ.get("LONGHORN_CACHE") or default)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-096
+def check_numbers(fraction, verify, **counts):
+    "ValueError for a setting of `prepare` that cannot be."
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction is {fraction}; it must be between 0 and 1")
+    if verify not in ("once", True, False):
+        raise ValueError(f'verify is {verify!r}; expected "once", True or False')
+    for name, value in counts.items():
+        if value is not None and not value >= 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+
+def read_index(
+    folder, # of a prepared corpus
+):
+    "Its index; ValueError that says what to do with one that is damaged."
+    try:
+        index = read_json(folder / "index.json")
+        for part in ("train", "val"):
+            index[part]["shards"], index[part]["tokens"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"the index of {folder} is damaged ({error}); delete that folder, and the next call prepares it again") from None
+    return index
+
 def prepare(
     source="stdlib",    # "stdlib", a path or glob of text files, or "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
     tokenizer="bytes",  # "bytes", "gpt2" or "gpt2:FOLDER"
@@ -1020,17 +1044,18 @@ def prepare(
     """The `Corpus` of a source, prepared if it is not in the cache; an interrupted preparation is continued.
 
     Raises ValueError or OSError in one line."""
+    check_numbers(fraction, verify, limit=limit, tokens=tokens, shard_tokens=shard_tokens, workers=workers)
     encoder, stages = get_tokenizer(tokenizer), stages_of(source, held_out)
     hashes = [source_hash(name) if name else None for name in (source, held_out)]
     about = {"fraction": fraction, "limit": limit} | ({"tokens": tokens} if tokens else {})
     about |= {"source_sha256": hashes[0], "held_out_sha256": hashes[1]}
-    key = json.dumps(about | {"tokenizer": tokenizer_hash(encoder), "format": 2})
+    key = json.dumps(about | {"tokenizer": tokenizer_hash(encoder), "format": 3 if tokens else 2})
     name = f"{encoder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = Path(cache or cache_folder()) / name
     if not (folder / "index.json").exists():
         about = {"source": source, "held_out": held_out} | about
         make_corpus(folder, stages, encoder, about, tokens, shard_tokens, workers)
-    index = read_json(folder / "index.json")
+    index = read_index(folder)
     again = lambda shard: remake_shard(folder, index, shard, stages, encoder)
     check_corpus(folder, index, verify, again if repair else None)
     return Corpus(folder, index, encoder, *(open_shards(folder, index, part) for part in ("train", "val")))

@@ -93,7 +93,7 @@ def hf_tokenizer(
     own = Tokenizer(models.BPE(vocab=words, merges=merges))
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     own.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token=END, pad_token=END,
+    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token=END, pad_token=END, padding_side="left",
                                    model_max_length=context, clean_up_tokenization_spaces=False)
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-015

@@ -147,9 +147,10 @@ def stretches(
     "Equal stretches from evenly spaced places, one after another."
     if total is None or total >= len(tokens):
         return np.asarray(tokens)
-    size = total // pieces
-    starts = [round(i * (len(tokens) - size) / (pieces - 1)) for i in range(pieces)]
-    return np.concatenate([np.asarray(tokens[start:start + size]) for start in starts])
+    pieces = max(1, min(pieces, total))
+    sizes = [(i + 1) * total // pieces - i * total // pieces for i in range(pieces)]
+    starts = [round(i * (len(tokens) - size) / max(1, pieces - 1)) for i, size in enumerate(sizes)]
+    return np.concatenate([np.asarray(tokens[start:start + size]) for start, size in zip(starts, sizes)])
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-021
 def seen_windows(

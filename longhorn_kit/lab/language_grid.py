@@ -34,7 +34,7 @@ from .data import Corpus, file_documents, matching_files, prepare
 from .language import (
     LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, save_lm)
 from .mqar_grid import (
-    Results, Turns, busy, gpu_load, key_of, machine_of, made_on, visible_gpus)
+    Results, Turns, busy, gpu_load, key_of, machine_of, made_on, seconds_before, visible_gpus)
 from .records import (
     append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
 from .training import (
@@ -458,9 +458,9 @@ def finished_record(
     seconds: float, # this time
 ) -> dict:
     "Write the record of a folder: record.json where nothing is missing, else partial.json."
-    record, before = record_of(scale, grid, folder, texts), folder / "partial.json"
-    record["seconds"] = round(seconds + (read_json(before)["seconds"] if before.exists() else 0), 1)
+    record = record_of(scale, grid, folder, texts)
     name = "partial.json" if record["results"]["not_run"] else "record.json"
+    record["seconds"] = round(seconds + seconds_before(folder), 1)
     return read_json(write_json(folder / name, record))
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-040

@@ -8,9 +8,10 @@ __all__ = ['MODELS', 'IDLE', 'WAIT', 'WORKER', 'EVERY', 'LAPTOP', 'SIZES', 'MORE
            'shortened', 'thin', 'lrs_to_try', 'best_run', 'missing', 'agenda', 'Turns', 'hash_of', 'lock_byte',
            'open_runs', 'next_run', 'others_at_work', 'graphed', 'one_run', 'lane', 'note_failure', 'made_on',
            'rounded', 'drive', 'work', 'grid_from', 'worker', 'start_workers', 'gpu_load', 'watch', 'best_of_cell',
-           'cell_summary', 'busy', 'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'finished_record',
-           'name_of', 'chosen', 'sizes_in', 'main_place', 'draw_widths', 'draw_states', 'learnt', 'draw_beyond',
-           'draw_longest', 'rewritten_answers', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures', 'tables']
+           'cell_summary', 'busy', 'record_of', 'machine_of', 'settings_for', 'visible_gpus', 'run', 'seconds_before',
+           'finished_record', 'name_of', 'chosen', 'sizes_in', 'main_place', 'draw_widths', 'draw_states', 'learnt',
+           'draw_beyond', 'draw_longest', 'rewritten_answers', 'draw_rewritten', 'draw_gain', 'draw_curves', 'figures',
+           'tables']
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-003
 import json
@@ -639,6 +640,13 @@ def run(
     at_once = (len(gpus) * lanes or 1) * max(1, workers)
     return finished_record(scale, grid, folder, time.monotonic() - begun, at_once)
 
+def seconds_before(
+    folder: Path,
+) -> float:
+    "What earlier runs in a folder took, by its records."
+    records = [folder / name for name in ("record.json", "partial.json")]
+    return max((read_json(path)["seconds"] for path in records if path.exists()), default=0.0)
+
 def finished_record(
     scale: str,
     grid: Grid,
@@ -648,7 +656,7 @@ def finished_record(
 ) -> dict:
     "Write the record of a folder: record.json where the grid is complete, else partial.json."
     record = record_of(scale, grid, folder)
-    spent = read_json(folder / "partial.json")["seconds"] if (folder / "partial.json").exists() else 0
+    spent = seconds_before(folder)
     record["seconds"] = round(max(spent + seconds, record["results"]["run_seconds"] / at_once), 1)
     left = {key_of(run.settings()) for run in open_runs(grid, Results(folder))}
     if left:
@@ -967,6 +975,6 @@ def tables(
                 for cell in mine]
         found.append((f"{length} tokens, {pairs} pairs", header, rows))
     rows = [[f"{NAMES[a]} above {NAMES[b]}", f"{cell['length']} / {cell['pairs']}", cell["d_model"], f"{100 * lead:+.1f}",
-             " / ".join(map(str, seeds)), outcome] for a, b, cell, lead, outcome, seeds in claims.compare_mqar(record)]
+             " / ".join(map(str, seeds)), claims.DECIDED.get(outcome, outcome)] for a, b, cell, lead, outcome, seeds in claims.compare_mqar(record)]
     header = ["statement", "tokens / pairs", "d_model", "lead (points)", "seeds won / tied / lost", "here"]
     return [*found, ("Statements, one size and width at a time", header, rows)]

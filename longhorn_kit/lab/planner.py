@@ -583,7 +583,7 @@ def seconds_of(
     return spent | {"host": machine.launch * (len(work) - sum(map(len, fused)))}
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-059
-ASSUMED = {"node": 3e11, "network": 4e10} # bytes a second through a GPU's link, where nothing was measured
+ASSUMED = {"node": 3e11, "network": 4e10} # bytes a second through a GPU's link and its network card, where nothing was measured
 NODE = 8 # GPUs that are connected directly
 
 def collective_seconds(
@@ -603,7 +603,7 @@ def collective_seconds(
         return between([(row["bytes"], row["ms"]) for row in here], size) / 1e3
     rate = max((row["bytes"] * share(row["gpus"]) / row["ms"] * 1e3 for row in rows), default=ASSUMED["node"])
     if gpus > NODE:
-        rate = min(rate, network or ASSUMED["network"])
+        rate = min(rate, NODE * (network or ASSUMED["network"]))
     return size * share(gpus) / rate
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-060

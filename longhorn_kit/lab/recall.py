@@ -60,6 +60,14 @@ def check_settings(
     config, # RecallConfig
 ):
     "Raise a ValueError in one line for settings that make no task or no schedule."
+    for name in ("pairs", "steps", "batch_size", "test_streams", "points"):
+        if not getattr(config, name) >= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; expected at least 1")
+    for name in ("tasks", "lrs", "seeds"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty")
+    if config.pairs not in config.test_pairs:
+        raise ValueError(f"pairs is {config.pairs}; expected one of test_pairs, {', '.join(map(str, config.test_pairs))}")
     if config.key_size < 2:
         raise ValueError(f"key_size is {config.key_size}; below 2 different keys would coincide")
     if not 0 < config.warmup < config.steps:

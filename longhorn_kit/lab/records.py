@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'check_ranges', 'check_same_settings', 'to_plain',
-           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'append_jsonl', 'read_jsonl',
-           'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line', 'PlainProgress',
-           'progress', 'one_thread', 'end_with', 'side_by_side']
+           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'mend_end', 'append_jsonl',
+           'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line',
+           'PlainProgress', 'progress', 'one_thread', 'end_with', 'side_by_side']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
 import dataclasses, errno, json, math, os, platform, re, shlex, shutil, signal, subprocess, sys, threading, time
@@ -87,7 +87,12 @@ def publish_folder(
     old = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.old")
     if Path(path).exists():
         os.replace(path, old)
-    os.replace(partial, path)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        if old.exists():
+            os.replace(old, path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-015c
@@ -184,6 +189,23 @@ def json_line(
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-025
+def mend_end(
+    file, # of JSON lines, open to read and to append
+): # where it ends now
+    "Cut off a torn last line, or end it if it is whole."
+    end = file.seek(0, os.SEEK_END)
+    if not end or file.seek(end - 1) and file.read(1) == b"\n":
+        return end
+    file.seek(0)
+    lines = file.read()
+    start = lines.rfind(b"\n") + 1
+    try:
+        json.loads(lines[start:])
+        return end + file.write(b"\n")
+    except ValueError:
+        file.truncate(start)
+        return start
+
 def append_jsonl(
     path,   # file to append to, made if need be
     *values, # one object for each new line
@@ -192,8 +214,8 @@ def append_jsonl(
     data = "".join(map(json_line, values)).encode()
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
+        with open(path, "a+b", buffering=0) as file:
+            before = mend_end(file)
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
-from .claims import CLAIMS, Ledger, Row, claim_module, find_claim, judge
+from .claims import CLAIMS, Ledger, Row, claim_module, find_claim, judge, rerun_command
 from .records import atomic_file
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-006
@@ -171,7 +171,8 @@ def run_html(
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd>"
                    for name, value in machine.items() if value is not None)
     settings = escape(json.dumps(record["settings"], indent=2, ensure_ascii=False))
-    again = f"longhorn reproduce {record['claim']} --scale {record['scale']} --fresh"
+    again = rerun_command(record["claim"], record["scale"], record)
+    again += " --fresh" if again.startswith("longhorn reproduce") else ""
     return (f'<div class="run"><p>Took {duration(record["seconds"])}. '
             f"Run it again: <code>{escape(again)}</code></p>"
             f"<details><summary>Machine and versions</summary><dl>{rows}</dl></details>"

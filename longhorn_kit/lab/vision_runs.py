@@ -743,6 +743,8 @@ def vision_config(
         if name not in fields:
             raise ValueError(f"unknown setting {name!r}{claims.suggest(name, fields)}")
     config = VISION_PRESETS[preset].config
+    if "epochs" in overrides: # fewer than the preset warms up for
+        overrides = {"warmup_epochs": min(config.warmup_epochs, overrides["epochs"])} | overrides
     config = replace(config, model=model or config.model, data=data or config.data, **overrides)
     if not timm.is_model(config.model):
         known = timm.list_models("*_vim_*")
@@ -792,8 +794,10 @@ class HubData:
         self.label = next((key for key in ("label", "cls", "fine_label") if key in rows.column_names), None)
         if not (self.image and self.label):
             raise ValueError(f"{name} has columns {', '.join(rows.column_names)}; expected image and label")
-        names = getattr(rows.features[self.label], "names", None) or map(str, sorted(set(rows[self.label])))
-        self.classes = {name: i for i, name in enumerate(names)}
+        names = getattr(rows.features[self.label], "names", None)
+        values = range(len(names)) if names else sorted(set(rows[self.label]))
+        self.code = {value: i for i, value in enumerate(values)} # a label as it stands in the data -> class
+        self.classes = {name: i for i, name in enumerate(names or map(str, values))}
         self.rows, self.split = rows.cast_column(self.image, ImageColumn(decode=False)), f"{name}, {split}"
 
     def __len__(self): return len(self.rows)
@@ -802,7 +806,7 @@ class HubData:
     def read(self, i):
         row = self.rows[i]
         image = row[self.image]
-        return io.BytesIO(image["bytes"]) if image["bytes"] else open(image["path"], "rb"), row[self.label]
+        return io.BytesIO(image["bytes"]) if image["bytes"] else open(image["path"], "rb"), self.code[row[self.label]]
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-058
 class Shards:
@@ -922,6 +926,8 @@ def loaders(
     if rest or not rows:
         raise ValueError(f"batch_size={config.batch_size} cannot be shared by {world} processes "
                          f"with accumulate={config.accumulate}")
+    if rows % 2 and (config.mixup or config.cutmix):
+        raise ValueError(f"a part of a step has {rows} images; mixup and cutmix pair them, so it must be an even number")
     if len(train) < config.batch_size:
         raise ValueError(f"{len(train)} training images are fewer than batch_size={config.batch_size}")
     same = dict(

@@ -132,8 +132,8 @@ def spans(
     if mask.dim() != 2 or bool(mask[:, mask.shape[1] - T:].all()):
         return None
     new = mask[:, mask.shape[1] - T:].bool()
-    first, count = new.int().argmax(1), new.sum(1)
-    where = torch.arange(T, device=new.device)
+    count, where = new.sum(1), torch.arange(T, device=new.device)
+    first = torch.where(count > 0, new.int().argmax(1), T) # a row without text is all padding in front
     if not torch.equal(new, (where >= first[:, None]) & (where < (first + count)[:, None])):
         raise ValueError("attention_mask has a gap inside a text; only padding before or after it is possible")
     if not keep and not bool(first.any()):
@@ -151,7 +151,7 @@ def put_rows(
     "`whole` with these rows replaced, in place."
     if whole.shape[1:] != part.shape[1:]:
         raise ValueError("this mixer's cache grows with the text, so texts that end in different places cannot share "
-                         "one; pad in front, or give prompts of one length at a time")
+                         "one; pad in front, give prompts of one length at a time, or where nothing is to follow pass use_cache=False")
     whole[rows] = part.to(whole.dtype)
     return whole
 
@@ -214,8 +214,9 @@ def gather_rows(
     "The cache of all rows after; rows that were not read keep the one they had."
     if past is None:
         return None
-    same = len(parts) == 1 and len(parts[0][0]) == len(next(tensors(past)))
-    whole = parts[0][1] if same else map_cache(torch.clone, past)
+    if len(parts) == 1 and len(parts[0][0]) == len(next(tensors(past))):
+        return parts[0][1]
+    whole = map_cache(torch.clone, past)
     for rows, cache in parts:
         whole = map_cache(lambda old, new: put_rows(old, rows, new), whole, cache)
     return whole
@@ -303,6 +304,8 @@ class LonghornModel(LonghornPreTrainedModel):
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None,
                 use_cache=None, output_hidden_states=None, return_dict=None, **ignored):
         h, cache = self.embed(input_ids, inputs_embeds), past_key_values
+        if cache is not None and not isinstance(cache, LonghornCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out, the model makes its own LonghornCache")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache = use_cache and not (self.gradient_checkpointing and self.training)
@@ -402,9 +405,11 @@ def export_folder(
 ) -> Path:
     "Write a folder for transformers that loads without an import of the kit, given trust_remote_code=True."
     model, folder = to_transformers(model) if isinstance(model, SequenceLM) else model, Path(folder)
-    model.save_pretrained(folder)
     if tokenizer is not None:
+        for config in (model.config, model.generation_config): # where a text ends, and what is padding
+            config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     module = "modeling_longhorn."
     config["auto_map"] = {"AutoConfig": module + "LonghornConfig", "AutoModel": module + "LonghornModel",

@@ -24,7 +24,7 @@ try:
     import timm
 except ImportError as error:
     raise ImportError(f"vision models need timm: pip install timm ({error})") from None
-from timm.layers import DropPath, PatchEmbed, resample_abs_pos_embed, trunc_normal_
+from timm.layers import DropPath, PatchEmbed, resample_abs_pos_embed, resample_patch_embed, trunc_normal_
 from timm.models import (
     build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model,
     register_notrace_function)
@@ -47,7 +47,7 @@ def vision_scan(
     scan: str,        # a name in `SCANS`
 ) -> Tensor:          # (B,T,D)
     "The scan called `scan`, with its skip."
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
         return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip)
@@ -62,8 +62,8 @@ def vision_conv(
     weight: Tensor, # (D,1,W)
     bias: Tensor,   # (D,)
 ) -> Tensor:        # (B,T,D) contiguous
-    "Causal convolution with SiLU; in plain PyTorch where a model is exported."
-    plain = torch.compiler.is_exporting()
+    "Causal convolution with SiLU; in plain PyTorch where a model is exported or traced."
+    plain = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
@@ -423,6 +423,9 @@ def checkpoint_filter_fn(
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
         state_dict = dict(state_dict, pos_embed=resample_abs_pos_embed(
             pos, new_size=list(model.patch_embed.grid_size), num_prefix_tokens=model.num_prefix_tokens))
+    filters, size = state_dict.get("patch_embed.proj.weight"), model.patch_embed.proj.weight.shape[-2:]
+    if filters is not None and filters.shape[-2:] != size:
+        state_dict = dict(state_dict, **{"patch_embed.proj.weight": resample_patch_embed(filters, list(size))})
     return state_dict
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-039
@@ -439,7 +442,7 @@ def create_vim(
     chans = INPUTS[size.split("_")[-1]]["input_size"][0]
     options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
     options.setdefault("feature_cls", "getter") if options.get("features_only") else None
-    indices = options.pop("out_indices", 3)
+    indices = options.pop("out_indices", min(3, options["depth"]))
     return build_model_with_cfg(
         VisionLonghorn, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=indices, feature_cls="getter"), **options)
@@ -481,7 +484,7 @@ def multiply_adds(
     total = []
     note = lambda module, inputs, output: total.append(_module_adds(module, inputs))
     hooks = [module.register_forward_hook(note) for module in model.modules()]
-    cfg = model.pretrained_cfg["input_size"]
-    model(torch.zeros(1, *cfg, device=next(model.parameters()).device))
+    embed = model.patch_embed
+    model(torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=next(model.parameters()).device))
     [hook.remove() for hook in hooks]
     return sum(total)
