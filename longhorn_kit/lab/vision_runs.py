@@ -426,6 +426,7 @@ def memory_of(name, pixels, batch_size, training):
         make = partial(training_step, model, images, 1000) if training else partial(inference_step, model, images)
         work = make(False)
         work(), work()
+        model.zero_grad(set_to_none=True) # they count: a training step makes them anew
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
