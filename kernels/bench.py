@@ -8,8 +8,8 @@
     python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact --dtype float16
 
 Without --out only a run of everything writes its record; a run of a part prints its table.
-Every output and gradient is compared with the float64 reference first; a wrong result has no time, and makes the exit
-code 1. On a CPU: forward plus backward of the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the
+Every output and gradient is compared with the float64 reference first (but for the convolution of other packages); a wrong
+result has no time, and makes the exit code 1. On a CPU: forward plus backward of the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the
 kit's Triton kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU side in Triton's
 interpreter at tiny sizes: it shows that the workbench works, and its times mean nothing.
 """

@@ -699,7 +699,7 @@ def test_text_shorter_than_the_context_is_refused():
 @pytest.mark.parametrize("wrong, says", [
     (dict(fraction=1.5), "fraction is 1.5"), (dict(fraction=0), "fraction is 0"), (dict(fraction=math.nan), "fraction is nan"),
     (dict(limit=0), "limit is 0"), (dict(tokens=-5), "tokens is -5"), (dict(shard_tokens=0), "shard_tokens is 0"),
-    (dict(workers=0), "workers is 0"), (dict(verify="never"), "verify is 'never'")])
+    (dict(workers=0), "workers is 0"), (dict(verify="never"), "verify is 'never'"), (dict(limit=1.5), "limit is 1.5")])
 def test_settings_that_cannot_be_are_refused(tmp_path, wrong, says):
     with pytest.raises(ValueError, match=says):
         prepare("stdlib", cache=tmp_path, **wrong)

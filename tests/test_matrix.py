@@ -193,7 +193,7 @@ ROUTES = {  # decay, delta rule: the function for it, and the one where gradient
 
 def gpu(monkeypatch, triton, capability):
     monkeypatch.setattr(matrix, "TRITON", triton)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -268,7 +268,7 @@ def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
 @pytest.mark.parametrize("N, P", [(64, 64), (96, 192)])
 def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus, N, P):
     "On every GPU, so also where the functions for one decay a head would be right."
-    monkeypatch.setattr(matrix, "one_a_head_fails", lambda: True)
+    monkeypatch.setattr(matrix, "one_a_head_fails", lambda device: True)
     test_the_kernels_agree_on_a_gpu("head", delta, bonus, N, P)
 
 

@@ -98,6 +98,31 @@ def test_one_state_and_many_pairs_are_as_many_problems(method):
     assert IMPLICIT.gradient(S, S, k, x, beta=beta).shape == (7, 3, 4)
 
 
+def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
+    for seed in range(10):
+        torch.manual_seed(seed)
+        S, k = torch.randn(3, 16).double(), torch.randn(16).double()
+        for offset in (0, 1e-6):
+            beta = torch.tensor(0.5).double()
+            found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
+            torch.testing.assert_close(found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9)
+
+
+def test_many_rates_for_one_pair_are_as_many_problems():
+    torch.manual_seed(0)
+    S, k, x, beta = torch.randn(3, 4).double(), torch.randn(4).double(), torch.randn(3).double(), torch.rand(7, 3).double()
+    each = torch.stack([IMPLICIT.minimise(S, k, x, beta=b) for b in beta])
+    for method in ("solve", "descend"):
+        torch.testing.assert_close(IMPLICIT.minimise(S, k, x, method=method, beta=beta), each, rtol=1e-7, atol=1e-7)
+
+
+def test_a_loss_over_a_minibatch_is_one_problem():
+    def loss(S, k, x): return (k @ S.mT - x).square().sum((-2, -1))
+    torch.manual_seed(0)
+    k, x = torch.randn(2, 4).double(), torch.randn(2, 3).double()
+    assert Objective(proximity, loss).minimise(torch.zeros(3, 4).double(), k, x).shape == (3, 4)
+
+
 def test_descent_is_as_good_for_small_problems():
     k, x = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1e-11, 2e-11])
     small = IMPLICIT.minimise(torch.zeros(2, 3), k, x, method="descend", beta=torch.tensor(0.5))

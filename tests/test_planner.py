@@ -362,6 +362,7 @@ def test_collectives():
     assert math.isclose(collective_seconds(m, "all_gather", 3e9, 4), 3e9 * 0.75 / 3e11)
     assert math.isclose(collective_seconds(m, "all_reduce", 64e9, 64, network=1e10), 126 / 80)  # eight cards a node
     assert math.isclose(collective_seconds(m, "all_reduce", 64e9, 64, network=1e12), 126 / 300)  # the links within a node
+    assert math.isclose(collective_seconds(m, "all_reduce", 9e9, 9, network=1e9), 16)  # one GPU in the second node, one card
     assert "all-reduce rate not measured" in link_notes(m, 2)[0] and not link_notes(m, 1)
     rows = [dict(op="all_reduce", gpus=2, bytes=10**8 * k, ms=0.5 * k) for k in (1, 10)]
     m = machine(collectives=rows)

@@ -158,6 +158,22 @@ def test_the_next_line_takes_the_place_of_a_torn_one(tmp_path):
         assert [line["a"] for line in read_jsonl(path)] == [*left, 3]
 
 
+def _write_lines(path, name):
+    for i in range(400):
+        append_jsonl(path, {"who": name, "i": i, "text": "x" * 3000})
+
+
+def test_lines_of_several_processes_are_all_kept(tmp_path):
+    import multiprocessing
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"who": 9, "i": 0}\n{"torn')
+    writers = [multiprocessing.Process(target=_write_lines, args=(path, n)) for n in range(4)]
+    [writer.start() for writer in writers]
+    [writer.join() for writer in writers]
+    found = [(line["who"], line["i"]) for line in read_jsonl(path)]
+    assert sorted(found) == [(n, i) for n in range(4) for i in range(400)] + [(9, 0)]
+
+
 def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
     path, real = tmp_path / "step", os.replace
     path.mkdir()

@@ -206,6 +206,26 @@ def test_map_gives_the_minutes_that_the_notebooks_give():
         assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], f"{path}: run `make readme`"
 
 
+STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
+
+
+@pytest.mark.parametrize("path", build.notebooks(), ids=lambda path: path.stem)
+def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
+    text, stub = "", None # since the last solution: what was said, and the stub that has none yet
+    for cell in build.read(path)["cells"]:
+        folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell["metadata"].get("tags", ())
+        if cell["cell_type"] == "markdown":
+            text += cell["source"]
+        elif STUB.match(cell["source"]):
+            assert stub is None, f"no folded solution of\n{stub}"
+            assert re.search(r"\((easy|medium|hard), \d+ minutes\)", text), f"how hard, how long?\n{cell['source']}"
+            stub = cell["source"]
+        elif folded:
+            assert stub, f"a solution of what?\n{cell['source']}"
+            text, stub = "", None
+    assert stub is None, f"no folded solution of\n{stub}"
+
+
 def test_glossary_is_in_order_and_says_where_each_word_is_explained():
     text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "glossary.ipynb")["cells"])
     for group in re.split(r"^## ", text, flags=re.M)[1:]:

@@ -101,6 +101,22 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
     torch.testing.assert_close(hf(tokens, attention_mask=mask, use_cache=True).logits[1], hf(alone[1]).logits[0])
 
 
+def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from longhorn_kit.lab.data import get_tokenizer
+    from longhorn_kit.lab.evaluation import hf_tokenizer
+    from longhorn_kit.models import LMConfig, SequenceLM
+    from longhorn_kit.models.transformers import export_folder
+    words = hf_tokenizer(get_tokenizer("bytes"))
+    folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
+    again, read = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert read.padding_side == "left" and again.generation_config.eos_token_id == again.config.pad_token_id == words.eos_token_id
+    mine = to_transformers(make("longhorn"))
+    mine.generation_config.eos_token_id = [7, 9]
+    export_folder(mine, tmp_path / "mine", words)
+    assert mine.generation_config.eos_token_id == [7, 9]
+
+
 def test_another_cache_is_refused_in_one_line():
     from transformers import DynamicCache
     hf = to_transformers(make("longhorn"))

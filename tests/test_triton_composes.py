@@ -319,3 +319,38 @@ def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
         right = gradients((out_, final_), (dout.cpu().double(), dfinal.cpu().double()), want)
         found |= {n: error(grads[n].cpu(), g) for n, g in right.items()}
     assert_close(found, DTYPE)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled"))
+def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
+    from longhorn_kit.scan.op import longhorn_step
+    from longhorn_kit.scan.short_conv import causal_conv1d
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        gen = torch.Generator().manual_seed(0)
+        new = lambda *s: torch.randn(*s, generator=gen).to(device, torch.bfloat16).requires_grad_()
+        a = dict(q=new(2, 37, 16), k=new(2, 37, 16), x=new(2, 37, 40), b=new(2, 37, 40), z=new(2, 37, 40))
+        out = longhorn_scan(**a, form=form)
+        grads = torch.autograd.grad(out.float().square().sum(), list(a.values()))
+        y = causal_conv1d(a["x"].detach(), new(40, 4).detach(), backend="triton")
+        step = longhorn_step(*(a[n][:, 0].detach() for n in "qkxb"), torch.zeros(2, 40, 16, device=device), form=form)
+        found.append([t.cpu() for t in (out, *grads, y, *step)])
+        assert torch.cuda.current_device() == 0
+    assert all(map(torch.equal, *found))
+
+
+def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
+    "Launches of few programs give the bits of one launch."
+    from longhorn_kit.scan import triton_portable
+    torch.manual_seed(0)
+    found = []
+    for most in (2048, 3):
+        monkeypatch.setattr(triton_portable, "SCRATCHES", most)
+        gen = torch.Generator("cpu").manual_seed(0)
+        new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
+        a = dict(q=new(2, 9, 40), k=new(2, 9, 40), x=new(2, 9, 70), dt=new(2, 9, 70))
+        out = selective_scan(**a, A=-torch.ones(70, 40, device=DEVICE), backend="triton")
+        found.append(torch.autograd.grad(out.square().sum(), list(a.values())))
+    assert not triton_portable.portable_plan("s6", 2, 9, 70, 40, direction="backward").in_registers
+    assert all(map(torch.equal, *found))

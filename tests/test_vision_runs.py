@@ -122,6 +122,21 @@ def test_labels_of_a_data_set_need_not_count_from_zero(tmp_path, labels):
     assert [train.read(i)[1] for i in range(4)] == [0, 1, 0, 1]
 
 
+def test_hidden_labels_are_allowed_in_the_held_out_part_alone(tmp_path):
+    import datasets
+    for part, labels in (("train", [0, 1]), ("validation", [-1, 1])):
+        table = dict(image=[dict(bytes=encoded(picture(i, i)), path=None) for i in range(2)], label=labels)
+        features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["dark", "light"]))
+        datasets.Dataset.from_dict(table, features=features).to_parquet(tmp_path / f"{part}.parquet")
+    train, held_out = open_data(f"hf:{tmp_path}")
+    assert [held_out.read(i)[1] for i in range(2)] == [-1, 1]
+    (tmp_path / "validation.parquet").rename(tmp_path / "train.parquet")
+    train_only = datasets.Dataset.from_parquet(str(tmp_path / "train.parquet"))
+    train_only.to_parquet(tmp_path / "validation.parquet")
+    with pytest.raises(ValueError, match="some images have no label"):
+        open_data(f"hf:{tmp_path}")
+
+
 def test_a_preset_can_be_tried_for_an_epoch_and_odd_parts_are_refused():
     config = lab.vision_config("imagenet-vim-tiny", data="folder", epochs=1)
     assert (config.epochs, config.warmup_epochs) == (1, 1)

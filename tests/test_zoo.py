@@ -1,6 +1,7 @@
 """The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,10 +36,14 @@ def test_every_row_equals_its_oracle_at_odd_shapes(name, shape):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_wrong_update_is_noticed(name):
-    from dataclasses import replace
     layer = ZOO[name]
     broken = replace(layer, step=lambda S, k, x, **gates: layer.step(S, k, x, **gates) + 1e-6 * S)
     assert verify(broken) > 1e-8
+
+
+def test_nan_is_not_taken_for_agreement():
+    layer = replace(ZOO["RetNet"], step=lambda S, *args, **gates: S * float("nan"))
+    assert math.isnan(verify(layer))
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -719,7 +719,7 @@ def rerun_command(
     if command.startswith("python -c run("):
         call = command.removeprefix("python -c ")
         return f"python -c 'from dataclasses import replace; from {claim.module} import *; {call}'"
-    own = "(" in scale or "(" in command # a variant, or a call with settings of its own
+    own = "(" in scale or "run(" in command # a variant, or a call with settings of its own
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-092

@@ -1013,8 +1013,8 @@ def check_numbers(fraction, verify, **counts):
     if verify not in ("once", True, False):
         raise ValueError(f'verify is {verify!r}; expected "once", True or False')
     for name, value in counts.items():
-        if value is not None and not value >= 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
 def read_index(
     folder, # of a prepared corpus
@@ -1022,8 +1022,7 @@ def read_index(
     "Its index; ValueError that says what to do with one that is damaged."
     try:
         index = read_json(folder / "index.json")
-        for part in ("train", "val"):
-            index[part]["shards"], index[part]["tokens"]
+        index["dtype"], index["vocab_size"], [shard["file"] for part in ("train", "val") for shard in index[part]["shards"]]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the index of {folder} is damaged ({error}); delete that folder, and the next call prepares it again") from None
     return index
@@ -1044,7 +1043,8 @@ def prepare(
     """The `Corpus` of a source, prepared if it is not in the cache; an interrupted preparation is continued.
 
     Raises ValueError or OSError in one line."""
-    check_numbers(fraction, verify, limit=limit, tokens=tokens, shard_tokens=shard_tokens, workers=workers)
+    check_numbers(fraction if held_out is None else HELD_OUT, verify,
+                  limit=limit, tokens=tokens, shard_tokens=shard_tokens, workers=workers)
     encoder, stages = get_tokenizer(tokenizer), stages_of(source, held_out)
     hashes = [source_hash(name) if name else None for name in (source, held_out)]
     about = {"fraction": fraction, "limit": limit} | ({"tokens": tokens} if tokens else {})

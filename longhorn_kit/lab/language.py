@@ -144,13 +144,12 @@ def stretches(
     total: int | None, # how many to take; None: all
     pieces: int = 16,  # from so many places
 ) -> np.ndarray: # (total,) or (M,)
-    "Equal stretches from evenly spaced places, one after another."
+    "Stretches of equal length, give or take one token, from evenly spaced places, one after another."
     if total is None or total >= len(tokens):
         return np.asarray(tokens)
-    pieces = max(1, min(pieces, total))
-    sizes = [(i + 1) * total // pieces - i * total // pieces for i in range(pieces)]
-    starts = [round(i * (len(tokens) - size) / max(1, pieces - 1)) for i, size in enumerate(sizes)]
-    return np.concatenate([np.asarray(tokens[start:start + size]) for start, size in zip(starts, sizes)])
+    cuts = [i * total // pieces for i in range(pieces + 1)]
+    shift = [i * (len(tokens) - total) // max(1, pieces - 1) for i in range(pieces)]
+    return np.concatenate([np.asarray(tokens[a + s:b + s]) for a, b, s in zip(cuts, cuts[1:], shift)])
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-021
 def seen_windows(

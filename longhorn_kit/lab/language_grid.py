@@ -460,7 +460,7 @@ def finished_record(
     "Write the record of a folder: record.json where nothing is missing, else partial.json."
     record = record_of(scale, grid, folder, texts)
     name = "partial.json" if record["results"]["not_run"] else "record.json"
-    record["seconds"] = round(seconds + seconds_before(folder), 1)
+    record["seconds"] = round(seconds + seconds_before(folder, record["settings"]), 1)
     return read_json(write_json(folder / name, record))
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-040

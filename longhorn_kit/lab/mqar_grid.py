@@ -642,10 +642,11 @@ def run(
 
 def seconds_before(
     folder: Path,
+    settings: dict, # of the grid
 ) -> float:
-    "What earlier runs in a folder took, by its records."
-    records = [folder / name for name in ("record.json", "partial.json")]
-    return max((read_json(path)["seconds"] for path in records if path.exists()), default=0.0)
+    "What earlier runs of these settings took, by the folder's records."
+    records = [read_json(path) for name in ("record.json", "partial.json") if (path := folder / name).exists()]
+    return max((record["seconds"] for record in records if record["settings"] == to_plain(settings)), default=0.0)
 
 def finished_record(
     scale: str,
@@ -656,7 +657,7 @@ def finished_record(
 ) -> dict:
     "Write the record of a folder: record.json where the grid is complete, else partial.json."
     record = record_of(scale, grid, folder)
-    spent = seconds_before(folder)
+    spent = seconds_before(folder, record["settings"])
     record["seconds"] = round(max(spent + seconds, record["results"]["run_seconds"] / at_once), 1)
     left = {key_of(run.settings()) for run in open_runs(grid, Results(folder))}
     if left:

@@ -603,7 +603,7 @@ def collective_seconds(
         return between([(row["bytes"], row["ms"]) for row in here], size) / 1e3
     rate = max((row["bytes"] * share(row["gpus"]) / row["ms"] * 1e3 for row in rows), default=ASSUMED["node"])
     if gpus > NODE:
-        rate = min(rate, NODE * (network or ASSUMED["network"]))
+        rate = min(rate, (gpus % NODE or NODE) * (network or ASSUMED["network"])) # of the node with the fewest
     return size * share(gpus) / rate
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-060

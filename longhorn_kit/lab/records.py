@@ -18,6 +18,10 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 import torch
 import longhorn_kit
+try:
+    import fcntl
+except ImportError: # Windows has none
+    fcntl = None
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-006
 @contextmanager
@@ -215,7 +219,9 @@ def append_jsonl(
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file:
-            before = mend_end(file)
+            if fcntl: # held until the file is closed: a line that another process is writing looks torn
+                fcntl.flock(file, fcntl.LOCK_EX)
+            before = mend_end(file) if fcntl else file.seek(0, os.SEEK_END)
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -796,8 +796,10 @@ class HubData:
         if not (self.image and self.label):
             raise ValueError(f"{name} has columns {', '.join(rows.column_names)}; expected image and label")
         names = getattr(rows.features[self.label], "names", None)
-        values = range(len(names)) if names else sorted(set(rows[self.label]))
+        values = range(len(names)) if names else sorted(set(rows[self.label]) - {None})
         self.code = {value: i for i, value in enumerate(values)} # a label as it stands in the data -> class
+        if split == "train" and not set(rows[self.label]) <= set(self.code):
+            raise ValueError(f"{name}, {split}: some images have no label")
         self.classes = {name: i for i, name in enumerate(names or map(str, values))}
         self.rows, self.split = rows.cast_column(self.image, ImageColumn(decode=False)), f"{name}, {split}"
 
@@ -807,7 +809,7 @@ class HubData:
     def read(self, i):
         row = self.rows[i]
         image = row[self.image]
-        return io.BytesIO(image["bytes"]) if image["bytes"] else open(image["path"], "rb"), self.code[row[self.label]]
+        return io.BytesIO(image["bytes"]) if image["bytes"] else open(image["path"], "rb"), self.code.get(row[self.label], -1) # held-out labels may be hidden
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-058
 class Shards:

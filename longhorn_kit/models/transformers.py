@@ -407,7 +407,9 @@ def export_folder(
     model, folder = to_transformers(model) if isinstance(model, SequenceLM) else model, Path(folder)
     if tokenizer is not None:
         for config in (model.config, model.generation_config): # where a text ends, and what is padding
-            config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+            for name in ("eos_token_id", "pad_token_id"):
+                if getattr(config, name, None) is None:
+                    setattr(config, name, getattr(tokenizer, name))
         tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -182,9 +182,9 @@ try:
 except metadata.PackageNotFoundError: # it has no builds for macOS and Windows
     TRITON = ()
 
-def one_a_head_fails() -> bool:
-    "Whether this GPU gets wrong gradients of one decay a head (flash-linear-attention's issue 640)."
-    return (3, 4, 0) <= TRITON < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9
+def one_a_head_fails(device: torch.device) -> bool:
+    "Whether a GPU gets wrong gradients of one decay a head (flash-linear-attention's issue 640)."
+    return (3, 4, 0) <= TRITON < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
 
 def fla_function(
     log_decay: Tensor | None, # (B,T,H,1) or (B,T,H,N)
@@ -196,7 +196,7 @@ def fla_function(
         return "chunk_rwkv6"
     if log_decay is None:
         return "chunk_simple_gla" if beta is None else "chunk_delta_rule"
-    if log_decay.shape[-1] == 1 and not one_a_head_fails():
+    if log_decay.shape[-1] == 1 and not one_a_head_fails(log_decay.device):
         return "chunk_simple_gla" if beta is None else "chunk_gated_delta_rule"
     return "chunk_gla" if beta is None else "chunk_kda" # the issue is in no kernel of these
 

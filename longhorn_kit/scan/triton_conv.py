@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows
+from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows, on_its_device
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -330,6 +330,7 @@ def _slots(steps, x, cu_seqlens):
     return n, each, len(slots), (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-026
+@on_its_device
 def conv_forward(
     x: Tensor,                    # (B,T,D)
     weight: Tensor,               # (D,W)
@@ -356,6 +357,7 @@ def conv_forward(
     return y.to(x.dtype), last.to(x.dtype)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-027
+@on_its_device
 def conv_backward(
     dy: Tensor,                   # (B,T,D)
     dfinal: Tensor | None,        # (n,D,W-1)
@@ -465,6 +467,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-036
+@on_its_device
 def conv_step(x_t, past, after, weight, bias, silu):
     "Launch one step from `past` to `after` (B,D,W-1), which may be the same tensor: y (B,D)."
     x_t, weight, (B, D) = _unit(x_t), weight.contiguous(), x_t.shape

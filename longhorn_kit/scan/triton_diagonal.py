@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_portable import PortablePlan, _cdiv, _collect, _segment_owner
+from .triton_portable import PortablePlan, _cdiv, _collect, _segment_owner, on_its_device
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-029
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -1006,22 +1006,22 @@ def diagonal_plan(
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-049
 @cache
-def _largest_state():
+def _largest_state(device):
     # 128 states take 120 KiB of shared memory in float32; the smaller GPUs of a generation have 99.
-    return 128 if torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= 131072 else 64
+    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 131072 else 64
 
 
 @cache
-def _own_buffers(NP):
+def _own_buffers(NP, device):
     # For 64 states, where a multiprocessor holds two such programs of 110 KiB and the system's 1; with 128 it is no gain.
     two = 2 * (110 + 1) * 1024
-    return NP == 64 and (not torch.cuda.is_available()       # compilation ahead of time
-                         or torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor >= two)
+    return NP == 64 and (device.type != "cuda"               # compilation ahead of time
+                         or torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= two)
 
 
-def diagonal_takes(N: int) -> bool:
-    "Whether the fast diagonal kernels take states of this size; the others go to the portable kernels."
-    return N <= 64 or N <= _largest_state()
+def diagonal_takes(N: int, device: torch.device | int = 0) -> bool:
+    "Whether the fast diagonal kernels take states of this size on a GPU; the others go to the portable kernels."
+    return N <= 64 or N <= _largest_state(device)
 
 
 def _vector(D):
@@ -1074,6 +1074,7 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     return carry
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-052
+@on_its_device
 def diagonal_forward(
     plan: PortablePlan,
     q: Tensor, k: Tensor,         # (B,T,N)
@@ -1110,6 +1111,7 @@ def diagonal_forward(
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-054
+@on_its_device
 def diagonal_backward(
     plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
@@ -1127,6 +1129,7 @@ def diagonal_backward(
     dx, db = new(*x.shape, like=x.dtype), new(*x.shape, like=torch.float32 if scalar else b.dtype)
     dz = None if z is None else new(*x.shape, like=z.dtype)
     dtok, drate = new(p.blocks, p.rows, p.width * p.NP), new(p.blocks, p.rows) if p.rule.normed else None
+    own = p.width == 2 and (za is None or ka.element_size() == 2) and _own_buffers(p.NP, ka.device)    # in float32 there is no room for two
     dbias, dskip = new(p.slots, p.D), new(p.slots, p.D)
     dA = new(p.slots, p.D, p.NP) if p.rule.fixed else None
     dinitial = new(p.n_seq, p.D, p.NP)
@@ -1136,7 +1139,7 @@ def diagonal_backward(
         xa, ba, xa if z is None else za, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
-        RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=p.width == 2 and _own_buffers(p.NP), SEGMENTED=p.segmented,
+        RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, UNROLL=p.NP >= 64, OWN=own, SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
         PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .triton_diagonal import LOG2E, _adjacent, _aligned, _at_most, _copy, _dot, _exp, _fnma, _held, _load
 from .triton_diagonal import _mask, _reciprocal, _rows_apart, _store
 from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
-from .triton_portable import RULES, PortablePlan, _cdiv, _collect
+from .triton_portable import RULES, PortablePlan, _cdiv, _collect, on_its_device
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
 @gluon.jit
@@ -750,6 +750,7 @@ def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
     return k == q == torch.bfloat16
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
+@on_its_device
 def exact_forward(
     plan: PortablePlan,
     q: Tensor, k: Tensor,         # (B,T,N) bfloat16
@@ -783,6 +784,7 @@ def exact_forward(
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-039
+@on_its_device
 def exact_backward(
     plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,

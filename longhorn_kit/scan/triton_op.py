@@ -114,7 +114,7 @@ def _disagreement(device):
     # With an unknown Triton: do fast and portable agree on small cases? None, or the reason why they do not.
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([device]):
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)
         for form, case in product(OWN_SPACING, TRIAL):
             try:
@@ -134,7 +134,7 @@ def _not_taken(form, q, k, checkpoint_every):
     N, own = k.shape[2], OWN_SPACING[form]
     if checkpoint_every % own:
         return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
-    if form == "diagonal" and not diagonal_takes(N):
+    if form == "diagonal" and not diagonal_takes(N, k.device):
         return f"the diagonal ones take N up to 64 (128 where shared memory allows); got N = {N}"
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
         return f"the exact ones take keys and queries in bfloat16; got {k.dtype}, {q.dtype}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .triton_conv import changed, unwatched
-from .triton_portable import INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _rate, _sigmoid
+from .triton_portable import INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _rate, _sigmoid, on_its_device
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
@@ -70,6 +70,7 @@ def _row(t):
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+@on_its_device
 def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
     "One step from `state` to `after` (B,D,N), contiguous, maybe the same tensor: out (B,D)."
     q, k, x, b, z = map(_row, (q, k, x, b, z))

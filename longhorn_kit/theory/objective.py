@@ -83,8 +83,9 @@ def minimise_descent(
     "The minimiser of `f` by Barzilai-Borwein gradient descent; RuntimeError if the gradient stays."
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * g.abs().max().item()
-    for _ in range(max_steps):
-        if g.abs().max() <= goal: return S
+    for n in range(max_steps):
+        still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax((-2, -1), keepdim=True) # moves rounding only
+        if (g.abs() <= goal).all() or n and still.all(): return S
         S_next = S - step * g
         g_next = gradient_of(f, S_next)
         dS, dg = S_next - S, g_next - g
@@ -107,11 +108,6 @@ def _check_sizes(S, k, x):
         raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
                          f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
 
-
-def _batched(S, k, x):
-    "`S` once for every problem of the batch."
-    _check_sizes(S, k, x)
-    return S.expand(*torch.broadcast_shapes(S.shape[:-2], k.shape[:-1], x.shape[:-1]), *S.shape[-2:])
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-030
 class Objective:
@@ -139,16 +135,18 @@ class Objective:
 
     def gradient(self, S, S_prev, k, x, **params) -> Tensor:
         "The gradient (...,D,N) with respect to `S`, by automatic differentiation."
-        return gradient_of(lambda S: self(S, S_prev, k, x, **params), _batched(S, k, x))
+        f = lambda S: self(S, S_prev, k, x, **params)
+        return gradient_of(f, S.expand(*f(S).shape, *S.shape[-2:]))
 
     def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
         "The minimiser (...,D,N) in float64, by a dense solve or (method='descend') by descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
             raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
-        S_prev, k, x = _batched(S_prev, k, x).double(), k.double(), x.double()
+        S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
-        return methods[method](lambda S: self(S, S_prev, k, x, **params), S_prev)
+        f = lambda S: self(S, S_prev, k, x, **params)
+        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # a state for each problem of a batch
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-031
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")

@@ -226,7 +226,7 @@ def draw_gates(
     N: int,       # state size
     generator: torch.Generator | None = None, # source of randomness
 ) -> dict:        # parameter name -> tensor, for `layer.step`
-    "Random parameters for a layer, uniform in the range in which the layer uses them."
+    "Random parameters for a layer, uniform in the range in which the layer uses them; `kappa` has length one."
     sizes = {"D": D, "N": N}
     def draw(low, high, shape):
         return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
@@ -363,16 +363,15 @@ def verify(
     shape: tuple = (3, 4),# (D,N) of the state
 ) -> float:               # largest absolute difference
     "How far the layer's closed form is from its oracle, over random problems in float64."
-    generator, (D, N), worst = torch.Generator().manual_seed(seed), shape, 0.0
+    generator, (D, N), differences = torch.Generator().manual_seed(seed), shape, []
     for _ in range(trials):
         k, x = torch.randn(layer.batch, N + D, generator=generator, dtype=torch.float64).split([N, D], -1)
         k = layer.keys(k)
         S = torch.randn(D, k.shape[-1], generator=generator, dtype=torch.float64)
         k, x = (k, x) if layer.batch > 1 else (k[0], x[0])
         gates = {name: gate.double() for name, gate in draw_gates(layer, D, N, generator).items()}
-        difference = layer.step(S, k, x, **gates) - layer.oracle(S, k, x, **gates)
-        worst = max(worst, difference.abs().max().item())
-    return worst
+        differences.append((layer.step(S, k, x, **gates) - layer.oracle(S, k, x, **gates)).abs().max())
+    return torch.stack(differences).max().item() # Python's max would pass over a NaN
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-071
 FAMILIES = {
