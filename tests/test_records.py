@@ -174,6 +174,16 @@ def test_lines_of_several_processes_are_all_kept(tmp_path):
     assert sorted(found) == [(n, i) for n in range(4) for i in range(400)] + [(9, 0)]
 
 
+def test_a_disk_without_locks_gets_its_lines(tmp_path, monkeypatch):
+    import fcntl
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", none)
+    append_jsonl(tmp_path / "m.jsonl", {"a": 1})
+    append_jsonl(tmp_path / "m.jsonl", {"a": 2})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"a": 1}, {"a": 2}]
+
+
 def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
     path, real = tmp_path / "step", os.replace
     path.mkdir()

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'check_ranges', 'check_same_settings', 'to_plain',
-           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'mend_end', 'append_jsonl',
-           'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line',
-           'PlainProgress', 'progress', 'one_thread', 'end_with', 'side_by_side']
+           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'locked', 'mend_end',
+           'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of', 'environment',
+           'command_line', 'PlainProgress', 'progress', 'one_thread', 'end_with', 'side_by_side']
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-003
 import dataclasses, errno, json, math, os, platform, re, shlex, shutil, signal, subprocess, sys, threading, time
@@ -193,10 +193,20 @@ def json_line(
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-025
+def locked(
+    file,
+) -> bool:
+    "Whether this process now has the file for itself until it closes it; not every system and disk can do that."
+    with suppress(OSError):
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return True
+    return False
+
 def mend_end(
     file, # of JSON lines, open to read and to append
 ): # where it ends now
-    "Cut off a torn last line, or end it if it is whole."
+    "Cut off a torn last line, or end it if it is whole; without a lock another process's line, half written, looks torn."
     end = file.seek(0, os.SEEK_END)
     if not end or file.seek(end - 1) and file.read(1) == b"\n":
         return end
@@ -219,9 +229,7 @@ def append_jsonl(
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file:
-            if fcntl: # held until the file is closed: a line that another process is writing looks torn
-                fcntl.flock(file, fcntl.LOCK_EX)
-            before = mend_end(file) if fcntl else file.seek(0, os.SEEK_END)
+            before = mend_end(file) if locked(file) else file.seek(0, os.SEEK_END)
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
