@@ -124,7 +124,6 @@ def loop_count(launch, built):
         return None
     names = dict(zip(kernel.arg_names, args)) | kwargs
     code, (steps, inner_turns) = disassemble(built), TURNS[kernel.__name__]
-    inner_turns = 1 if names.get("UNROLL") else inner_turns
     loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
     begin, end = loops[0]
     inside = [l for l in loops[1:] if begin <= l[0] and l[1] <= end]

@@ -73,12 +73,12 @@ def test_loss_is_the_mean_negative_log_probability_of_the_targets():
 def test_bfloat16_weights_and_autocast(name):
     model, tokens = make(mixer=name, d_mlp=24), torch.randint(40, (2, 9))
     plain, stream = model(tokens), []
-    model.blocks[1].register_forward_hook(lambda block, inputs, h: stream.append(h.dtype))
+    model.blocks[1].register_forward_hook(lambda block, inputs, pair: stream.append(pair[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(tokens, tokens)
     loss.backward()
     half = make(mixer=name, d_mlp=24).to(torch.bfloat16)
-    half.blocks[1].register_forward_hook(lambda block, inputs, h: stream.append(h.dtype))
+    half.blocks[1].register_forward_hook(lambda block, inputs, pair: stream.append(pair[0].dtype))
     torch.testing.assert_close(half(tokens).float(), plain, atol=0.05, rtol=0.1)
     torch.testing.assert_close(logits.float(), plain, atol=0.05, rtol=0.1)
     assert loss.dtype is torch.float32 and stream == [torch.float32] * 2, "the residual stream is float32"
@@ -90,6 +90,15 @@ def test_dropout_is_for_training_alone():
     assert not torch.equal(model(tokens), model(tokens))
     assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), "decoding never drops out"
     torch.testing.assert_close(model.eval()(tokens), model.prefill(tokens)[0])
+
+
+@pytest.mark.parametrize("d_mlp", [0, 24])
+def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
+    model, (h, y) = make(d_mlp=d_mlp, dropout=0.5), torch.randn(2, 2, 9, 16)
+    torch.manual_seed(1)
+    closed = model.blocks[1](model.blocks[0](h + y))
+    torch.manual_seed(1)
+    assert torch.equal(sum(model.blocks[1](*model.blocks[0](h, y))), closed)
 
 
 def test_fresh_weights_have_the_stated_sizes():

@@ -188,6 +188,11 @@ def language_size():
     return 128.56e6 / parameters["longhorn"]
 
 
+def backward_counter(name):
+    "What the profiler said of the diagonal backward whose lanes meet, in per cent."
+    return 100 * json.loads((ROOT / "kernels/results/h200_diagonal_steps.json").read_text())["counters"]["backward_meetings"][name]
+
+
 DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/lab/31_training.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9, "5.55 nats": lambda: math.log(256)},
     "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache, "270 times": language_size},
@@ -196,7 +201,8 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/theory/02_closed_forms.ipynb": {"-11.1": lambda: -math.log(65504)}, # the largest number of float16
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
-        "23 %": lambda: furthest(23, small_memory("S1", "diagonal"), small_memory("S3", "diagonal")), "18 %": lambda: small_memory("S2", "diagonal")},
+        "23 %": lambda: furthest(23, small_memory("S1", "diagonal"), small_memory("S3", "diagonal")), "18 %": lambda: small_memory("S2", "diagonal"),
+        "57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
     "nbs/scan/14_triton_exact.ipynb": {
         "2.8 times": lambda: against_plain("N", "S1, N=64", "exact", 1), "3.9 times": lambda: against_plain("N", "S1, N=128", "exact", 0),
         "9.5 times": lambda: against_plain("N", "S1, N=128", "exact", 1),

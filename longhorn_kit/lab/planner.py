@@ -239,21 +239,21 @@ def black_boxes(
         yield
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-019
-def mark_graphs(model, trace):
+def mark_graphs(model, trace, checkpointing):
     "From here on the trace knows the graphs of blocks, and how much memory a block's forward pass takes."
     def close(_):
         trace.graph = 0
     def marked(inner, first):
-        def run(h):
+        def run(h, y): # the stream, and what is still to be added to it
             if first and h.requires_grad:
                 h.register_hook(close)
             outside, before = trace.graph, trace.now
             trace.open_graph()
-            out, trace.graph = inner(h), outside
-            if trace.phase == "forward":
-                trace.grown = trace.now - before
-                out.register_hook(trace.open_graph)
-            return out
+            pair, trace.graph = inner(h, y), outside
+            if trace.phase == "forward": # what it was given to add goes, unless it is kept to begin again
+                trace.grown = trace.now - before - (0 if checkpointing else held_bytes(y))
+                pair[1].register_hook(trace.open_graph)
+            return pair
         return run
     for i, block in enumerate(model.blocks):
         block.forward = marked(block.forward, i == 0)
@@ -273,21 +273,24 @@ def compute_again(
     trace, # after forward and backward pass
 ) -> int: # bytes
     "Let the compiled model compute again what it does not keep; the memory that this spares."
-    readers, spared = defaultdict(list), 0
+    readers, writers, spared = defaultdict(list), {}, 0
     for w in trace.work:
+        writers |= {name[:2]: w.graph for name, _ in w.writes}
         for name, _ in w.reads:
             readers[name[:2]].append(w)
     for w in [w for w in trace.work if w.graph and w.kind == "pointwise" and w.phase == "forward"]:
         for name, size in w.writes:
-            needs = {n[:2]: b for n, b in w.reads if n[:2] not in trace.held}
-            fused = all(r.kind == "pointwise" and r.graph and (r.graph == w.graph or r.phase == "backward")
-                        for r in readers[name[:2]])
+            there = trace.held & {n for n, graph in writers.items() if graph == w.graph}
+            needs = {n[:2]: b for n, b in w.reads if n[:2] not in there}
+            inside = [r for r in readers[name[:2]] if r.graph == w.graph or r.phase == "backward"]
+            fused = all(r.kind == "pointwise" and r.graph for r in inside)
             if name[:2] in trace.held and fused and sum(needs.values()) < size:
                 spared += size - sum(needs.values())
                 trace.held |= needs.keys()
-                for r in readers[name[:2]]: # it reads what is needed instead
+                for r in inside: # it reads what is needed instead
                     r.reads = (*(read for read in r.reads if read[0][:2] != name[:2]), *w.reads)
-                w.writes = ()
+                if len(inside) == len(readers[name[:2]]): # nobody else reads it
+                    w.writes = ()
     return spared
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-025
@@ -307,8 +310,8 @@ def trace_model(
     with FakeTensorMode():
         model, trace = SequenceLM(config), Trace()
         for block in model.blocks if checkpointing else []:
-            block.forward = lambda h, inner=block.forward: checkpoint(inner, h, use_reentrant=False)
-        mark_graphs(model, trace)
+            block.forward = lambda *pair, inner=block.forward: checkpoint(inner, *pair, use_reentrant=False)
+        mark_graphs(model, trace, checkpointing)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if gradients else None
         trace.gradients = 0 if gradients else sum(4 * p.numel() for p in model.blocks[0].parameters())
@@ -678,9 +681,9 @@ def one_part(
     trace = trace_model(replace(config, n_layer=1), rows, train.context, train.precision, train.loss_chunk,
                         checkpointing, gradients, partial(kept_bytes, machine), train.compile)
     def whole(work):
-        times = [seconds_of(some, machine, train.precision, train.compile)
-                 for some in (work, [w for w in work if w.graph])]
-        return {name: times[0][name] + (config.n_layer - 1) * times[1][name] for name in times[0]}
+        every, rest = (seconds_of(some, machine, train.precision, train.compile)
+                       for some in (work, [w for w in work if not w.graph]))
+        return {name: every[name] + (config.n_layer - 1) * (every[name] - rest[name]) for name in every}
     ahead = [w for w in trace.work if w.phase == "forward"]
     seconds, more = whole(trace.work), config.n_layer - 1
     back = device_seconds(seconds) - device_seconds(whole(ahead))

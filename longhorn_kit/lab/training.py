@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows',
            'own_random_state', 'evaluate', 'loss_of', 'softmax_gap', 'SlicedLoss', 'sliced_loss', 'LossOnly',
-           'features', 'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'part_weights',
-           'train_step', 'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
+           'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'part_weights', 'train_step',
+           'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
            'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
            'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'about_peers',
            'peers_watched', 'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
@@ -246,20 +246,8 @@ class LossOnly(nn.Module):
     def forward(self, tokens, targets):
         if not self.chunk:
             return loss_of(self.model(tokens, targets))
-        h, weight = features(self.model, tokens)
-        return sliced_loss(h.flatten(0, 1), weight, targets.flatten(), self.chunk, self.gap)
-
-# %% ../../nbs/lab/31_training.ipynb #31_training-032
-def features(
-    model,  # a SequenceLM
-    tokens, # (B,T)
-):
-    "What meets the output matrix (B,T,d_model), and that matrix (V,d_model)."
-    h = F.dropout(model.embed(tokens), model.config.dropout, model.training)
-    for block in model.blocks:
-        h = block(h)
-    table = model.embedding if model.config.tie_embeddings else model.lm_head
-    return model.norm(h), table.weight
+        h = self.model.features(tokens)
+        return sliced_loss(h.flatten(0, 1), self.model.output_matrix, targets.flatten(), self.chunk, self.gap)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-034
 def compile_blocks(

@@ -110,21 +110,28 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps) if config.d_mlp else None
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
-    def add(self, h, y, train=False):
-        "The stream with the mixer's output `y` added, and then the MLP's."
-        h = h + F.dropout(y, self.dropout, train)
-        return h if self.mlp is None else h + F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
+    def rest(self, h, y, train=False):
+        "What follows the mixer's output `y`: the stream, and what is still to be added to it."
+        y = F.dropout(y, self.dropout, train)
+        if self.mlp is None:
+            return h, y
+        h = h + y
+        return h, F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
 
-    def forward(self, h):
-        return self.add(h, self.mixer(self.norm(h)), self.training)
+    def forward(self, h, y=None):
+        "The stream (B,T,d_model) after this block; or from a stream and what is to be added to it such a pair again."
+        closed = y is None
+        h = h if closed else h + y
+        h, y = self.rest(h, self.mixer(self.norm(h)), self.training)
+        return h + y if closed else (h, y)
 
     def prefill(self, h, cache):
         y, cache = self.mixer.prefill(self.norm(h), cache)
-        return self.add(h, y), cache
+        return torch.add(*self.rest(h, y)), cache
 
     def step(self, h, cache):
         y, cache = self.mixer.step(self.norm(h), cache)
-        return self.add(h, y), cache
+        return torch.add(*self.rest(h, y)), cache
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-018
 class Trunk(nn.Module):
@@ -147,17 +154,28 @@ class Trunk(nn.Module):
         h = self.embedding(tokens)
         return h.to(torch.promote_types(h.dtype, torch.float32))
 
+    @property
+    def output_matrix(self):
+        "(V,d_model)."
+        return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
+
     def read_out(self, h):
         "Stream (..,d_model) to logits (..,V)."
-        table = self.embedding if self.config.tie_embeddings else self.lm_head
-        return F.linear(self.norm(h), table.weight)
+        return F.linear(self.norm(h), self.output_matrix)
+
+    def features(self, tokens):
+        "Tokens (B,T) to what meets the output matrix (B,T,d_model)."
+        h = F.dropout(self.embed(tokens), self.config.dropout, self.training)
+        kind, norm = h.device.type, self.norm.weight.dtype
+        made = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm # what blocks will add
+        y = torch.zeros_like(h, dtype=made).requires_grad_(h.requires_grad) # so that the first block is like the others
+        for block in self.blocks:
+            h, y = block(h, y)
+        return self.norm(h + y)
 
     def forward(self, tokens, targets=None):
         "Tokens (B,T) to logits (B,T,V); with targets (B,T) to (logits, loss), the loss in nats a token."
-        h = F.dropout(self.embed(tokens), self.config.dropout, self.training)
-        for block in self.blocks:
-            h = block(h)
-        logits = self.read_out(h)
+        logits = F.linear(self.features(tokens), self.output_matrix)
         return logits if targets is None else (logits, mean_loss(logits, targets))
 
     def num_parameters(self) -> int:

@@ -172,7 +172,7 @@ class ScanProjections(Mixer):
         x, z = self.content_and_gate(h)
         (x, again), past = causal_conv(x, self.conv1d.weight, self.conv1d.bias, past, keep, twice=True)
         q, k, low = self.address(again)
-        return q, k, x, low, z, past
+        return q.contiguous(), k.contiguous(), x, low, z, past # once, for scans in both directions
 
     def project_step(self, h_t, past, inplace=False):
         "The same for one token: (B,d_model) -> q, k (B,N), x, z (B,d_inner), low (B,rank) and the new past."

@@ -23,7 +23,7 @@ from .triton_portable import INTERPRETED, portable_backward, portable_forward, p
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
 if not _obstacle:
     try:
-        from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan, diagonal_takes
+        from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan
         from longhorn_kit.scan.triton_exact import exact_backward, exact_forward, exact_plan, exact_takes
         from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
     except Exception as error:             # Gluon is experimental: another Triton may have moved any part of it
@@ -134,8 +134,6 @@ def _not_taken(form, q, k, checkpoint_every):
     N, own = k.shape[2], OWN_SPACING[form]
     if checkpoint_every % own:
         return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
-    if form == "diagonal" and not diagonal_takes(N, k.device):
-        return f"the diagonal ones take N up to 64 (128 where shared memory allows); got N = {N}"
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
         return f"the exact ones take keys and queries in bfloat16; got {k.dtype}, {q.dtype}"
     if form not in ("diagonal", "exact") and not selective_takes(N):

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from longhorn_kit.scan.triton_diagonal import (
-    LOG2E, Rule, _exp2, _fnma, _itself, _over_channels, _over_states, _pair, _rates_of, _reciprocal, _slope, _stack4,
+    LOG2E, Rule, _exp2, _fnma, _itself, _over_channels, _over_d, _over_n, _over_states, _rates_of, _reciprocal, _slope,
     _weighed, diagonal_plan)
 from .triton_portable import PortablePlan
 
@@ -116,9 +116,8 @@ def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.c
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-021
 @gluon.jit
-def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: gl.constexpr, RULE: gl.constexpr):
-    # Four steps forward, the states before them kept in registers, then back. A lane sums what it holds.
-    px, pe, py, pq0, pk0, pa0, pq1, pk1, pa1 = parts
+def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, RULE: gl.constexpr):
+    # Four steps forward, the states before them kept in registers, then back. A lane sums what it holds, then lanes meet.
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     states = ()
@@ -133,10 +132,11 @@ def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: g
         if HAS_Z:
             ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
         vqs = vqs + (_over_channels(S, sd.index(t0 + u).load(OVER_D)[None, :]),)
+    dq = _over_d(vqs)
+    pq.store(dq)
     if HAS_Z:
-        py.store(_stack4(ys))
-    pq0.store(_pair(vqs[0], vqs[1]))
-    pq1.store(_pair(vqs[2], vqs[3]))
+        y = _over_n(ys)
+        py.store(y)
     vxs = ()
     ves = ()
     vks = ()
@@ -150,13 +150,13 @@ def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: g
         G = gl.fma(sq.index(t).load(OVER_N)[:, None], sd.index(t).load(OVER_D)[None, :], G)
         if RULE.fixed or RULE.timed:
             rates = _rates_of(A, sa, t, OVER_N, RULE)
-            vxs = vxs + (_over_states(kn, G),)
-            vks = vks + (_over_channels(G, x),)
+            vxs = (_over_states(kn, G),) + vxs
+            vks = (_over_channels(G, x),) + vks
             G = _exp2(w * rates) * G
             GS = G * Sp
-            ves = ves + (_over_states(rates, GS),)
+            ves = (_over_states(rates, GS),) + ves
             if RULE.timed:
-                vas = vas + (_over_channels(GS, w),)
+                vas = (_over_channels(GS, w),) + vas
             else:
                 dA = gl.fma(GS, w, dA)
         else:
@@ -165,21 +165,17 @@ def _four_selective(S, G, A, dA, t0, sw, sx, sh, sd, sk, sq, sa, parts, HAS_Z: g
             eG = e * G
             ekG = kn * eG
             eekG = e * ekG
-            vxs = vxs + (_over_states(kn, eG),)
-            ves = ves + (_over_states(eekG, r),)
+            vxs = (_over_states(kn, eG),) + vxs
+            ves = (_over_states(eekG, r),) + ves
             vk = _fnma(2.0 * kn, eekG * r, eG * gl.fma(r, 2.0, x * -1.0))
-            vks = vks + (gl.sum(gl.reshape(vk, [vk.shape[0], vk.shape[1] // 4, 4]), 2),)
+            vks = (gl.sum(gl.reshape(vk, [vk.shape[0], vk.shape[1] // 4, 4]), 2),) + vks
             G = _fnma(kn, ekG, G)
-        if j == 1:
-            pk1.store(_pair(vks[1], vks[0]))
-            if RULE.timed:
-                pa1.store(_pair(vas[1], vas[0]))
-    px.store(_stack4((vxs[3], vxs[2], vxs[1], vxs[0])))
-    pe.store(_stack4((ves[3], ves[2], ves[1], ves[0])))
-    pk0.store(_pair(vks[3], vks[2]))
+    kGs = _over_n(vxs)
+    y = py.load(y.type.layout) if HAS_Z else kGs
+    over_d = (_over_d(vks), pq.load(dq.type.layout))
     if RULE.timed:
-        pa0.store(_pair(vas[3], vas[2]))
-    return G, dA
+        over_d = over_d + (_over_d(vas),)
+    return G, dA, (y, kGs, _over_n(ves)), over_d
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-023
 @gluon.jit
