@@ -673,10 +673,11 @@ def _over_channels(a, b):
 
 
 @gluon.jit
-def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, RULE: gl.constexpr):
+def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, VEC: gl.constexpr, RULE: gl.constexpr):
     # Four steps forward, their states kept in registers, then back with (2) to (4). A lane sums what it holds, then lanes meet.
-    # Several warps leave parts of y in shared memory, before they turn back; one takes them on the way.
-    WARPS: gl.constexpr = HAS_Z and py.shape[1] > 1
+    # Parts of y on the way back, where queries are read anyway. Where registers are few, y is stored before that: after a store
+    # the compiler reads rows again that it would keep.
+    FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     states = ()
@@ -684,9 +685,9 @@ def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.c
     for u in gl.static_range(4):
         states = states + (S,)
         S = _next_at(S, A, t0 + u, sw, sx, sk, sa, RULE)
-        if WARPS:
+        if FIRST:
             ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
-    if WARPS:
+    if FIRST:
         py.store(_over_n(ys))
     vqs = ()
     vxs = ()
@@ -699,7 +700,7 @@ def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.c
         qn = sq.index(t).load(OVER_N)[:, None]
         g1 = sd.index(t).load(OVER_D)[None, :]
         w = _fnma(kn, Sp, sh.index(t).load(OVER_D)[None, :])    # x / 2 - k S, as in (6)
-        if HAS_Z and not WARPS:
+        if HAS_Z and not FIRST:
             ys = (_over_states(qn, S),) + ys
         G = gl.fma(qn, g1, G)
         eG = sw.index(t).load(OVER_D)[None, :] * G
@@ -710,9 +711,9 @@ def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.c
         vks = (_over_channels(eG, w),) + vks
         G = _fnma(kn, ekG, G)
         S = Sp
-    kGs = _over_n(vxs)
-    y = _over_n(ys) if HAS_Z and not WARPS else kGs
-    return G, dA, (y, kGs, _over_n(ves)), (_over_d(vks), _over_d(vqs))
+    if HAS_Z and not FIRST:
+        py.store(_over_n(ys))
+    return G, dA, (_over_n(vxs), _over_n(ves)), (_over_d(vks), _over_d(vqs))
 
 
 DIAGONAL_RULE = Rule(
@@ -909,8 +910,8 @@ def _diagonal_bwd_kernel(
                 S = here.load(STATE)
                 _copy(here, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
                 async_copy.commit_group()
-            G, adA, over_n, over_d = RULE.four_steps(S, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, RULE)
-            ys, kGs, falls = over_n
+            G, adA, over_n, over_d = RULE.four_steps(S, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
+            kGs, falls = over_n
             if NW > 1:
                 px.store(kGs)
                 pe.store(falls)
@@ -919,7 +920,7 @@ def _diagonal_bwd_kernel(
             xh = sh4.index(1 - back).load(HALF)
             dy = sd4.index(1 - back).load(HALF)
             if HAS_Z:
-                y = gl.fma(TIMES * ds, xh, _over_warps(ys, py, PARTS))
+                y = gl.fma(TIMES * ds, xh, gl.convert_layout(gl.sum(py.load(PARTS), 1), HALF))
                 _store(dz + o64, oO, y * sf4.index(1 - back).load(HALF), mO, RAGGED_T or RAGGED_D)
             kG = _over_warps(kGs, px, PARTS)
             dx4 = gl.fma(ds, dy, RULE.enters(kG, sw4.index(1 - back).load(HALF)))

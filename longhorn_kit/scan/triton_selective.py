@@ -116,7 +116,7 @@ def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.c
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-021
 @gluon.jit
-def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, RULE: gl.constexpr):
+def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, VEC: gl.constexpr, RULE: gl.constexpr):
     # Four steps forward, the states before them kept in registers, then back. A lane sums what it holds, then lanes meet.
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -135,8 +135,7 @@ def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: 
     dq = _over_d(vqs)
     pq.store(dq)
     if HAS_Z:
-        y = _over_n(ys)
-        py.store(y)
+        py.store(_over_n(ys))
     vxs = ()
     ves = ()
     vks = ()
@@ -170,12 +169,10 @@ def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: 
             vk = _fnma(2.0 * kn, eekG * r, eG * gl.fma(r, 2.0, x * -1.0))
             vks = (gl.sum(gl.reshape(vk, [vk.shape[0], vk.shape[1] // 4, 4]), 2),) + vks
             G = _fnma(kn, ekG, G)
-    kGs = _over_n(vxs)
-    y = py.load(y.type.layout) if HAS_Z else kGs
     over_d = (_over_d(vks), pq.load(dq.type.layout))
     if RULE.timed:
         over_d = over_d + (_over_d(vas),)
-    return G, dA, (y, kGs, _over_n(ves)), over_d
+    return G, dA, (_over_n(vxs), _over_n(ves)), over_d
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-023
 @gluon.jit
