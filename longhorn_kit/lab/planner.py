@@ -280,8 +280,7 @@ def compute_again(
             readers[name[:2]].append(w)
     for w in [w for w in trace.work if w.graph and w.kind == "pointwise" and w.phase == "forward"]:
         for name, size in w.writes:
-            there = trace.held & {n for n, graph in writers.items() if graph == w.graph}
-            needs = {n[:2]: b for n, b in w.reads if n[:2] not in there}
+            needs = {n[:2]: b for n, b in w.reads if n[:2] not in trace.held or writers.get(n[:2]) != w.graph}
             inside = [r for r in readers[name[:2]] if r.graph == w.graph or r.phase == "backward"]
             fused = all(r.kind == "pointwise" and r.graph for r in inside)
             if name[:2] in trace.held and fused and sum(needs.values()) < size:

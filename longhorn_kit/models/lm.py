@@ -156,7 +156,7 @@ class Trunk(nn.Module):
 
     @property
     def output_matrix(self):
-        "(V,d_model)."
+        "The matrix (V,d_model) whose products with the last features are the logits."
         return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
 
     def read_out(self, h):
@@ -166,9 +166,9 @@ class Trunk(nn.Module):
     def features(self, tokens):
         "Tokens (B,T) to what meets the output matrix (B,T,d_model)."
         h = F.dropout(self.embed(tokens), self.config.dropout, self.training)
-        kind, norm = h.device.type, self.norm.weight.dtype
-        made = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm # what blocks will add
-        y = torch.zeros_like(h, dtype=made).requires_grad_(h.requires_grad) # so that the first block is like the others
+        kind = h.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
+        y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # as blocks hand it on: one compiled graph for all
         for block in self.blocks:
             h, y = block(h, y)
         return self.norm(h + y)
