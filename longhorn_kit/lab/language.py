@@ -147,6 +147,7 @@ def stretches(
     "Stretches of equal length, give or take one token, from evenly spaced places, one after another."
     if total is None or total >= len(tokens):
         return np.asarray(tokens)
+    pieces = max(1, min(pieces, total))
     cuts = [i * total // pieces for i in range(pieces + 1)]
     shift = [i * (len(tokens) - total) // max(1, pieces - 1) for i in range(pieces)]
     return np.concatenate([np.asarray(tokens[a + s:b + s]) for a, b, s in zip(cuts, cuts[1:], shift)])

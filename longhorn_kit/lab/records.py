@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_file', 'cannot_write', 'atomic_folder', 'publish_folder', 'check_ranges', 'check_same_settings', 'to_plain',
-           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'locked', 'mend_end',
+           'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'json_line', 'lock_file', 'mend_end',
            'append_jsonl', 'read_jsonl', 'write_jsonl', 'commit_of_kit', 'cpu_name', 'version_of', 'environment',
            'command_line', 'PlainProgress', 'progress', 'one_thread', 'end_with', 'side_by_side']
 
@@ -193,8 +193,8 @@ def json_line(
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-025
-def locked(
-    file,
+def lock_file(
+    file, # open
 ) -> bool:
     "Whether this process now has the file for itself until it closes it; not every system and disk can do that."
     with suppress(OSError):
@@ -229,7 +229,7 @@ def append_jsonl(
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file:
-            before = mend_end(file) if locked(file) else file.seek(0, os.SEEK_END)
+            before = mend_end(file) if lock_file(file) else file.seek(0, os.SEEK_END)
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
