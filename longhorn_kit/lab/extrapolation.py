@@ -365,7 +365,7 @@ SETTINGS = {
     "gpu": ExtrapolationConfig(
         1024, windows=10, chunk=1024, tokens_at_once=32768, precision="bf16", needles=NEEDLES, taught=NEEDLES,
         needle_lengths=GPU_LENGTHS, twice_lengths=GPU_LENGTHS[:4], depths=(0.0, 0.25, 0.5, 0.75, 1.0), trials=10,
-        teach_lengths=(256, 512, 1024), teach_steps=300, teach_lr=5e-4),
+        teach_lengths=(256, 512, 1024), teach_steps=1000, teach_lr=5e-4),
 }
 SCALES = tuple(SETTINGS)
 
