@@ -282,8 +282,7 @@ def keep_float32(
     "With FSDP2, let only weights be bf16; Accelerate would also hand on the stream and sum gradients in it."
     from torch.distributed.fsdp import MixedPrecisionPolicy
     if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-037
 @dataclass
