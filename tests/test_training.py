@@ -598,6 +598,7 @@ def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")]
     )
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # not `python -m pytest`
     run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
     record = read_json(tmp_path / "run" / "config.json")
     assert (
