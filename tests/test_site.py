@@ -3,6 +3,7 @@
 The pages are prepared (and those tests run) without the extra `docs`; building and crawling the whole site needs it.
 """
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -160,6 +161,17 @@ def test_every_colab_pin_is_the_one_that_is_tested():
     text = (ROOT / "pyproject.toml").read_text()
     pins = re.findall(r'"([\w-]+==[^";]+)"', re.search(r"^colab = \[(.*?)\]$", text, re.M)[1])
     assert pins and set(pins) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_every_pinned_package_takes_every_python_that_the_kit_takes():
+    from packaging.specifiers import SpecifierSet
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
+    needs = {name: d.metadata["Requires-Python"] or "" for name, d in installed.items() if pins.get(name) == d.version}
+    assert len(needs) > 100
+    assert not {name: need for name, need in needs.items()
+                if not all(version in SpecifierSet(need) for version in ("3.11.0", "3.12.0", "3.13.0"))}
 
 
 # --- README, glossary, references ---------------------------------------------------------------------------------
