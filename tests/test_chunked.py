@@ -163,6 +163,46 @@ def test_forward_and_backward_compile_without_a_break(form, B):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def opaque_inputs(form, packed):
+    B, T, D, N = (1 if packed else 2), 37, 5, 4
+    torch.manual_seed(0)
+    A = dict(s6=(D, N), s6_timed=(B, T, N)).get(form)
+    tensors = [*(torch.randn(B, T, width) for width in (N, N, D, D)), None if A is None else -torch.rand(A), torch.randn(3 if packed else B, D, N)]
+    return [t if t is None else t.requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("form", chunked.MACHINES)
+def test_the_opaque_operation_is_well_formed(form, packed, keep):
+    "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
+    bounds = torch.tensor([0, 5, 5, 30]) if packed else None
+    torch.library.opcheck(torch.ops.longhorn_kit.chunked_scan.default, (*opaque_inputs(form, packed), bounds, form, 8, keep))
+
+
+@pytest.mark.parametrize("form", chunked.MACHINES)
+def test_compiled_packed_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form):
+    from longhorn_kit.scan.op import longhorn_scan, selective_scan
+    *tensors, S = opaque_inputs(form, packed=True)
+    q, k, x, b, A = tensors
+    skip, z, leaves = torch.randn(5), torch.randn(1, 37, 5), [t for t in (*tensors, S) if t is not None]
+    def scan(bounds):
+        options = dict(D_skip=skip, z=z, initial_state=S, output_final_state=True, cu_seqlens=bounds, backend="chunked")
+        return longhorn_scan(q, k, x, b, form=form, **options) if A is None else selective_scan(q, k, x, b, A, **options)
+    def everything_of(scan, bounds):
+        out, state = scan(torch.tensor(bounds))
+        return [out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)]
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(everything_of(compiled, [0, 5, 20, 37]), everything_of(scan, [0, 5, 20, 37])):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    right = everything_of(scan, [0, 20, 20, 37])
+    for ours, expected in zip(everything_of(compiled, [-3, 20, 7, 99]), right):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    for part in everything_of(compiled, [3, 20, 20, 30]):
+        if part.dim() == 3 and part.shape[1] == 37:
+            assert part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
     seen, original = [], {n: getattr(chunked, n) for n in ("elementwise_forward", "exact_forward")}

@@ -268,3 +268,24 @@ def test_afterwards_kernels_are_compiled_again():
     with gluon_on_cpu():
         assert _copy_kernel.run.__func__ is not run.__func__
     assert _copy_kernel.run.__func__ is run.__func__
+
+
+@pytest.mark.parametrize("N", (16, 64))
+@pytest.mark.parametrize("form", ("exact", "diagonal", "decoupled"))
+def test_later_steps_change_no_output(form, N):
+    "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
+    gen = torch.Generator().manual_seed(0)
+    new = lambda *s: torch.randn(*s, generator=gen).to(BF16)
+    a = dict(q=new(1, 37, N), k=new(1, 37, N) / 2, x=new(1, 37, 40), b=new(1, 37, 40), bias=None, skip=None, z=new(1, 37, 40),
+             initial_state=None, cu_seqlens=None)
+    make, forward, _ = kernels(form)
+    with gluon_on_cpu():
+        want, final, _ = forward(make(1, 37, 40, N), **a)
+        for content in (float("nan"), float("inf"), 4e18):
+            for name in ("k", "x", "b", "z"):
+                changed = a[name].clone()
+                changed[:, 20:] = content
+                got = forward(make(1, 37, 40, N), **a | {name: changed})[0]
+                assert torch.equal(got[:, :20], want[:, :20]), (name, content)
+        if form == "exact":
+            assert torch.equal(forward(make(1, 37, 40, N), **a, read=False)[1], final)

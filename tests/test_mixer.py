@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exported import assert_exported_equals_eager
 from longhorn_kit.models import MIXERS, Longhorn
 from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, causal_conv, is_plain, mixer_options, register_mixer
 
@@ -312,3 +313,11 @@ def test_options_are_listed_without_the_fixed_ones():
 
 def test_low_rank_is_a_sixteenth_rounded_up():
     assert [Longhorn(d).rank for d in (1, 16, 17, 768)] == [math.ceil(d / 16) for d in (1, 16, 17, 768)]
+
+
+@pytest.mark.parametrize("learning", (False, True))
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a", "attention"))
+def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning):
+    "Whether gradients were on at the export or are on at the run."
+    torch.manual_seed(0)
+    assert_exported_equals_eager(build_mixer(name, 32), lambda B, T: torch.randn(B, T, 32), learning)

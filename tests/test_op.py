@@ -271,6 +271,28 @@ def test_bad_bounds_are_explained(bounds, text):
         longhorn_scan(**make(1), cu_seqlens=bounds)
 
 
+def test_bounds_are_read_once_and_again_when_they_change(monkeypatch):
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t) or tolist(t))
+    t, bounds = make(1), torch.tensor([0, 4, 9])
+    first = longhorn_scan(**t, cu_seqlens=bounds)
+    once = len(reads)
+    assert torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first) and len(reads) == once > 0
+    bounds[1] = 6
+    assert not torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first) and len(reads) == 2 * once
+    bounds[2] = 5
+    for _ in range(2): # what was wrong is wrong at the next call too
+        with message("cu_seqlens decreases from 6 to 5"):
+            longhorn_scan(**t, cu_seqlens=bounds)
+    assert len(reads) == 3 * once
+    with torch.inference_mode(): # no changes are counted there
+        bounds = torch.tensor([0, 4, 9])
+        longhorn_scan(**t, cu_seqlens=bounds)
+        bounds[2] = 5
+        with message("cu_seqlens ends at 5; expected 9"):
+            longhorn_scan(**t, cu_seqlens=bounds)
+
+
 def test_packing_needs_one_row_and_a_state_a_sequence():
     bounds = torch.tensor([0, 4, 9])
     with message("q has shape (2, 9, 4); expected (1, T, N): with cu_seqlens the batch size is 1"):

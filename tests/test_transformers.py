@@ -294,3 +294,11 @@ def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer,
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
     counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
     torch.testing.assert_close(model(**batch, num_items_in_batch=counted).loss, model(**batch).loss)
+
+
+@pytest.mark.parametrize("learning", (False, True))
+def test_an_exported_model_equals_the_eager_one_at_any_batch_and_length(learning):
+    from exported import assert_exported_equals_eager
+    torch.manual_seed(0)
+    config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False)
+    assert_exported_equals_eager(LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 from scan_cases import DEVICE, assert_close, call, error, gradients, inputs, kernels, leaves
@@ -77,9 +78,76 @@ def test_compiles_packed_sequences_as_one_graph(path):
     out, final = compiled(a, bounds)
     want = scan(a, cu_seqlens=bounds)
     assert torch.equal(out, want[0]) and torch.equal(final, want[1])
-    with pytest.raises(Exception, match="only backend 'triton' runs it then"):
-        torch.compile(lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="chunked"),
+    with pytest.raises(Exception, match="this backend cannot run it then"):
+        torch.compile(lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="reference"),
                       fullgraph=True, backend="eager")(a)
+
+
+# given bounds, and those that a scan which cannot read them makes of them
+MOVED = ([2, 3, -4], [2, 3, -4]), ([0, 5, 3, -1], [0, 5, 5, -1]), ([-9, 4, 99], [0, 4, None]), ([3, 3, 3], [3, 3, 3])
+
+
+def bounds_of(ends, T):
+    return torch.tensor([T if e is None else T + e if -9 < e < 0 else e for e in ends], dtype=torch.int32, device=DEVICE)
+
+
+def poisoned(monkeypatch):
+    "New memory holds what is no number."
+    empty = torch.empty
+    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() and t.device.type == DEVICE else t
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: fill(empty(*size, **options)))
+
+
+def one_by_one(a, form, dout, dfinal, bounds):
+    "Output, last states and gradients of packed sequences, each run alone; zeros in rows of no sequence."
+    from scan_cases import one_sequence
+    out, grads, finals = torch.zeros_like(a["x"]), {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}, []
+    for i, (lo, hi) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
+        part = leaves(one_sequence(a, form, i, lo, hi))
+        y, final = call(part, form)
+        finals.append(final.detach())
+        out[:, lo:hi] = y.detach()
+        for n, g in gradients((y, final), (dout[:, lo:hi], dfinal[i : i + 1]), part).items():
+            where = grads[n][i : i + 1] if n == "initial_state" else grads[n][:, lo:hi] if a[n].dim() == 3 and (n != "A" or form == "s6_timed") else grads[n]
+            where.add_(g)
+    return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
+
+
+@pytest.mark.parametrize("given, moved", MOVED)
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed") if GPU else ("exact", "s6_timed"))
+def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, given, moved, path, monkeypatch):
+    T, D, N = (600, 40, 16) if GPU else (12, 2, 2)
+    n = len(given) - 1
+    a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=n)
+    want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
+    poisoned(monkeypatch)
+    compiled = torch.compile(lambda a, cu: call(a, form, cu), fullgraph=True, backend="aot_eager")
+    r = leaves(a)
+    outputs = compiled(r, bounds_of(given, T))
+    grads = gradients(outputs, (dout, dfinal), r)
+    assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1])
+    per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_timed")]
+    assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
+    assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
+
+
+@pytest.mark.parametrize("given, moved", MOVED)
+def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, monkeypatch):
+    from longhorn_kit.scan.short_conv import causal_conv1d
+    T, D = (600, 40) if GPU else (12, 2)
+    gen = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(*s, generator=gen).to(DEVICE) for s in ((1, T, D), (D, 4), (1, T, D)))
+    ends = bounds_of(moved, T).tolist()
+    want, dx = torch.zeros_like(x), torch.zeros_like(x)
+    for lo, hi in zip(ends, ends[1:]):
+        part = x[:, lo:hi].detach().requires_grad_()
+        y = causal_conv1d(part, weight, backend="triton")
+        want[:, lo:hi], (dx[:, lo:hi],) = y.detach(), torch.autograd.grad(y, part, dy[:, lo:hi])
+    poisoned(monkeypatch)
+    conv = torch.compile(lambda x, cu: causal_conv1d(x, weight, cu_seqlens=cu, backend="triton"), fullgraph=True, backend="aot_eager")
+    x.requires_grad_()
+    y = conv(x, bounds_of(given, T))
+    assert torch.equal(y, want) and torch.equal(torch.autograd.grad(y, x, dy)[0], dx)
 
 
 def test_one_compiled_graph_serves_every_length(path):
@@ -116,13 +184,25 @@ def layer_and_input(form="diagonal", seed=0):
     return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
 
 
-def test_exports(path):
-    layer, u = layer_and_input()
-    with torch.no_grad():
-        program = torch.export.export(layer, (u,))
-        calls = [str(n.target) for n in program.graph.nodes if "longhorn" in str(n.target)]
-        assert calls == ["longhorn_kit.scan.default"]
-        assert torch.equal(program.module()(u), layer(u))
+@pytest.mark.parametrize("learning", (False, True))
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_exports(form, learning, path):
+    "With open batch and length; run with gradients or without, whatever it was exported with."
+    layer, u = layer_and_input(form)
+    with torch.set_grad_enabled(learning):
+        program = torch.export.export(layer, (u.expand(2, -1, -1).contiguous(),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
+    calls = [str(n.target) for n in program.graph.nodes if "longhorn" in str(n.target)]
+    assert calls == ["longhorn_kit.scan.default"]
+    exported = program.module()
+    for other in (u, torch.cat([u, u, u], 1), u.repeat(3, 1, 1)):
+        with torch.no_grad():
+            assert torch.equal(exported(other), layer(other))
+        grads = []
+        for module in (exported, layer):
+            module.zero_grad()
+            module(other).square().sum().backward()
+            grads.append({n: p.grad for n, p in module.named_parameters()})
+        assert_same(*grads)
 
 
 # ---- precision
@@ -265,6 +345,57 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
     torch.cuda.synchronize()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert_same(grads, want_grads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
+def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypatch):
+    "Also wrong ones: rows of no sequence are zero, and nothing leaves its memory."
+    T, D, N = 600, 40, 16
+    a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=2)
+    cu = torch.tensor([0, 300, T], dtype=torch.int32, device=DEVICE)
+    r = leaves(a)
+    def run():
+        outputs = call(r, form, cu)
+        return [t.detach() for t in outputs], gradients(outputs, (dout, dfinal), r)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, grads = run()
+    for given, moved in (([0, 7, None], [0, 7, None]), ([2, 3, -4], [2, 3, -4]), ([0, 99999, 5], [0, None, None])):
+        cu.copy_(bounds_of(given, T))
+        for t in (*got, *grads.values()):
+            t.fill_(float("nan"))
+        graph.replay()
+        want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
+
+
+@pytest.mark.cuda
+def test_gpu_bounds_are_read_once(path):
+    "A call waits for the GPU only if a tensor of bounds is new, or was changed."
+    from longhorn_kit.scan.short_conv import causal_conv1d
+    a, dout, dfinal = arguments(sizes=(1, *SIZES[1:]), sequences=2)
+    cu = torch.tensor([0, 50, SIZES[1]], device=DEVICE)
+    weight = torch.ones(SIZES[2], 4, device=DEVICE, dtype=DTYPE)
+    def step():
+        causal_conv1d(a["x"], weight, cu_seqlens=cu)
+        gradients(scan(a, cu_seqlens=cu), (dout, dfinal), a)
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        cu[1] = 200
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match="cu_seqlens decreases from 200 to 128"):
+        step()
 
 
 def shard_and_train(rank, world, store, results):

@@ -120,6 +120,9 @@ class Interpreter:
         if "and" in asm:
             return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()
+        if "min.bf16x2" in asm: # both ends bounded, and NaN too
+            most = torch.finfo(torch.bfloat16).max
+            return v.nan_to_num(most, most, -most).bfloat16()
         if "rcp" in asm:
             return 1 / v
         if "ex2" in asm:

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'BACKENDS', 'CHECKPOINTS', 'TORCH_SCANS', 'HAS_TRITON', 'check_choice', 'check_tensor', 'check_arguments',
-           'traced', 'check_cu_seqlens', 'run_sequences', 'transformed', 'kernel_obstacle', 'triton_obstacle',
-           'pick_backend', 'longhorn_scan', 'wants_gradient', 'longhorn_step', 'check_rates', 'selective_scan',
-           'selective_step']
+           'traced', 'read_bounds', 'check_cu_seqlens', 'run_sequences', 'as_one', 'transformed', 'kernel_obstacle',
+           'triton_obstacle', 'pick_backend', 'longhorn_scan', 'wants_gradient', 'longhorn_step', 'check_rates',
+           'selective_scan', 'selective_step']
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-003
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
@@ -93,6 +95,19 @@ def traced() -> bool:
     "Whether a compiler traces or a CUDA graph records: then no tensor can be read."
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
+_READ = WeakIdKeyDictionary() # bounds that were read: their version then, and their values
+
+def read_bounds(
+    cu_seqlens: Tensor, # (n+1,) integers
+) -> list:
+    "Its values. The host waits for the GPU only at the first call with a tensor, and after the tensor was changed in place."
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version # a tensor of inference mode counts no changes
+    known = _READ.get(cu_seqlens)
+    if version is None or known is None or known[0] != version:
+        known = _READ[cu_seqlens] = version, cu_seqlens.tolist()
+    return known[1]
+
+
 # %% ../../nbs/scan/15_op.ipynb #15_op-013
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
@@ -115,7 +130,7 @@ def check_cu_seqlens(
         raise ValueError(f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1")
     if traced():
         return [None] * (len(cu_seqlens) - 1)          # the bounds have no values yet, only their number is known
-    ends, T = cu_seqlens.tolist(), q.shape[1]
+    ends, T = read_bounds(cu_seqlens), q.shape[1]
     lengths = [b - a for a, b in zip(ends, ends[1:])]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens starts at {ends[0]}; expected 0")
@@ -140,7 +155,7 @@ def run_sequences(
         out, final = scan([t if t is None else t.contiguous() for t in tensors], state)
         return (out, final) if output_final_state else out
     if None in lengths:
-        raise ValueError("cu_seqlens has no values while a compiler traces; only backend 'triton' runs it then")
+        raise ValueError("cu_seqlens has no values while a compiler traces or a graph records; this backend cannot run it then")
     n = len(lengths)
     pieces = [[None] * n if t is None else t.split(lengths, 1) for t in tensors]
     states = [None] * n if state is None else state.split(1)
@@ -148,6 +163,18 @@ def run_sequences(
     runs = [scan(fresh(cut), s) for *cut, s in zip(*pieces, states)]
     out = torch.cat([r[0] for r in runs], 1)
     return (out, torch.cat([r[1] for r in runs])) if output_final_state else out
+
+def as_one(
+    scan,       # a function of `TORCH_SCANS`
+    backend,    # its name
+    lengths,    # of the packed sequences, or None
+    cu_seqlens, # (n+1,) their bounds, or None
+):
+    "(scan, lengths) for `run_sequences`: while a compiler traces, chunks take a packed batch as a whole."
+    if lengths is None or backend != "chunked" or not torch.compiler.is_compiling():
+        return scan, lengths
+    return partial(scan, cu_seqlens=cu_seqlens), None
+
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-017
 HAS_TRITON = find_spec("triton") is not None # looked up once: torch.compile cannot trace the look-up
@@ -239,7 +266,7 @@ def longhorn_scan(
         out = triton_scan(q, k, x, b, b_bias, D_skip, z, form=form,
                           initial_state=initial_state, cu_seqlens=cu_seqlens, checkpoint=checkpoint)
         return out if output_final_state else out[0]
-    one = TORCH_SCANS[backend][0]
+    one, lengths = as_one(TORCH_SCANS[backend][0], backend, lengths, cu_seqlens)
     scan = lambda cut, state: one(*cut[:4], b_bias, D_skip, cut[4], form=form, initial_state=state)
     return run_sequences(scan, (q, k, x, b, z), lengths, initial_state, output_final_state)
 
@@ -328,7 +355,8 @@ def selective_scan(
         out = triton_selective_scan(q, k, x, dt, A, dt_bias, D_skip, z,
                                     initial_state=initial_state, cu_seqlens=cu_seqlens, checkpoint=checkpoint)
         return out if output_final_state else out[0]
-    one, timed = TORCH_SCANS[backend][1], A if A.dim() == 3 else None
+    one, lengths = as_one(TORCH_SCANS[backend][1], backend, lengths, cu_seqlens)
+    timed = A if A.dim() == 3 else None
     scan = lambda cut, state: one(
         *cut[:4], A if cut[5] is None else cut[5], dt_bias, D_skip, cut[4], initial_state=state)
     return run_sequences(scan, (q, k, x, dt, z, timed), lengths, initial_state, output_final_state)

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows, on_its_device
+from .chunked import in_range
+from .op import traced
+from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows, clear_outside, on_its_device
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -25,7 +27,7 @@ def _conv_slot(slot, cu_ptr, seq_ptr, T, L, SLOTS, PACKED: tl.constexpr):
         seq = tl.load(seq_ptr + slot).to(tl.int64)
         start = tl.load(cu_ptr + seq).to(tl.int64)
         length = (tl.load(cu_ptr + seq + 1).to(tl.int64) - start).to(tl.int32)
-        lo = ((slot - (start // L + seq)) * L).to(tl.int32)
+        lo = ((slot - ((start - tl.load(cu_ptr)) // L + seq)) * L).to(tl.int32)
         return seq, start * 0, start, start, length, lo
     seq = (slot // SLOTS).to(tl.int64)
     return seq, seq, seq * 0, seq * T, T, (slot % SLOTS) * L
@@ -325,7 +327,7 @@ def _slots(steps, x, cu_seqlens):
     if cu_seqlens is None:
         return B, each, B * each, None
     n = len(cu_seqlens) - 1
-    first = cu_seqlens[:-1].long() // steps + torch.arange(n, device=x.device)
+    first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // steps + torch.arange(n, device=x.device)
     slots = torch.arange(T // steps + n, device=x.device)
     return n, each, len(slots), (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
 
@@ -395,12 +397,16 @@ def conv_backward(
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-032
 @custom_op("longhorn_kit::short_conv", mutates_args=())
 def _short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-                silu: bool, final: bool) -> tuple[Tensor, Tensor]:
-    return conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
+                silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
+    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
+    y, last = conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
+    if not checked:
+        clear_outside(cu_seqlens, y)
+    return y, last
 
 
 @_short_conv.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, silu, final):
+def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
     n = 0 if not final else x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = lambda *s: torch.empty(s, device=x.device, dtype=x.dtype)
     return new(*x.shape), new(n, x.shape[2], weight.shape[1] - 1)
@@ -409,19 +415,22 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final):
 @custom_op("longhorn_kit::short_conv_backward", mutates_args=())
 def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
                          initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-                         also: Tensor | None = None) -> list[Tensor]:
+                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
+    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
+    if not checked:
+        clear_outside(cu_seqlens, grads[0])
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
 @_short_conv_backward.register_fake
-def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None):
+def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
     new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
     return [*map(new, (x, weight, bias, initial_state))]
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-033
 def _setup(ctx, inputs, output):
-    x, weight, bias, initial_state, cu_seqlens, ctx.silu, ctx.final = inputs
+    x, weight, bias, initial_state, cu_seqlens, ctx.silu, ctx.final, ctx.checked = inputs
     ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens)
     ctx.set_materialize_grads(False)
 
@@ -432,9 +441,9 @@ def _gradients(ctx, dy, dfinal, also=None):
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
     backward = torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
-    grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also)
+    grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked)
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
-    return (*grads, None, None, None)
+    return (*grads, None, None, None, None)
 
 
 def _refuse(ctx, *grads):
@@ -463,7 +472,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     # by name, not `_short_conv`: where a notebook and the package both define the operation, the last one is valid
     conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final)
+    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, cu_seqlens is None or not traced())
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-036

@@ -100,7 +100,7 @@ def _slot(slot, cu_ptr, owner_ptr, T, LS, SLOTS, C: gl.constexpr, PACKED: gl.con
         seq = gl.load(owner_ptr + slot).to(gl.int64)
         start = gl.load(cu_ptr + seq).to(gl.int64)
         length = (gl.load(cu_ptr + seq + 1).to(gl.int64) - start).to(gl.int32)
-        lo = ((slot - (start // LS + seq)) * LS).to(gl.int32)
+        lo = ((slot - ((start - gl.load(cu_ptr)) // LS + seq)) * LS).to(gl.int32)
         batch = start * 0
         row = start
         chunk = start // C + seq
@@ -559,7 +559,7 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
     if PACKED:
         start = gl.load(cu + seq).to(gl.int64)
         length = (gl.load(cu + seq + 1).to(gl.int64) - start).to(gl.int32)
-        slot = start // LS + seq
+        slot = (start - gl.load(cu)) // LS + seq
     count = gl.maximum((length + LS - 1) // LS, 1)
     S = gl.zeros([128], gl.float32, LANES)
     if HAS_EDGE:                                       # (D,N) in memory; states here are (N,D)
@@ -834,9 +834,10 @@ def _diagonal_bwd_kernel(
     dx += (row + lo) * D
     db += (row + lo) * D
     dz += (row + lo) * D
-    dtok += (pd * rows + row + lo) * (WIDTH * N)
+    part_row = pd.to(gl.int64) * rows + row + lo
+    dtok += part_row * (WIDTH * N)
     if RULE.normed:
-        drate += pd * rows + row + lo
+        drate += part_row
     ckpt += (chunk + lo // C) * N * D
     chunks = (left + C - 1) // C
     c0 = gl.maximum(chunks - 1, 0)

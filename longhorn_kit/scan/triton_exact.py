@@ -103,6 +103,14 @@ def _add_product(Ah, Al, Bh, Bl, total):
 
 
 @gluon.jit
+def _finite(v):
+    # v (bfloat16); the largest numbers in place of what is not finite. A factor that meets zeros: infinity times 0 is no number.
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most; mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
+        "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
     # Of block pd. The last block of a ragged width starts early instead of ending late: nothing of it lies outside.
     return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
@@ -311,19 +319,11 @@ def _exact_fwd_kernel(
         vn = _fnma(LOG2E, bn.to(gl.float32), bi)
         if HAS_Z:
             zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
-        if HAS_Z and N == 16:                          # one reciprocal serves the rate and the gate
-            ea = _one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(_at_most(vn, 57.0))
-            eb = 1.0 + gl.exp2(gl.minimum(-LOG2E * zf, 57.0))   # no NaN from here: it is the gate's, and must not reach the rate
-            both = _reciprocal(ea * eb)
-            en = both * eb
-            gate = zf * (both * ea)
-        else:
-            en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
-            if HAS_Z:
-                gate = zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
+        en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
         s_u.store(_from_columns(_substitute(acc, es, s_gram, zU), BD, LANE))
         # region 2
-        Uh, Ul = _halves(s_u.load(LEFT), LEFT)
+        U = s_u.load(LEFT)
+        Uh, Ul = _halves(U, LEFT)
         s_e.store(en)
         s_gram.store(gram_next)
         _copy_chunk(here, gl.minimum(c + NS, last), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
@@ -335,9 +335,10 @@ def _exact_fwd_kernel(
         KS = mma_v2(Sh, knT, KS)
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-            Y = _add_product(Uh, Ul, Mh, Ml, Y)
+            Y = _add_product(_finite(Uh), _finite(Ul), Mh, Ml, Y)
+            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y)      # what is not finite shows from its own step on
             if HAS_Z:
-                Y = Y * gate
+                Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
             Y = mma_v2(Sl, qT, zD)                     # S q of the next chunk
             Y = mma_v2(Sh, qT, Y)
@@ -489,7 +490,7 @@ def _exact_bwd_kernel(
     dz += row * D
     k += row * N
     q += row * N
-    dtok += (pd * rows + row) * (2 * N)
+    dtok += (pd.to(gl.int64) * rows + row) * (2 * N)
     ckpt += chunk * N * D
     NC = (length + C - 1) // C
     wide = (rx, x, sx, oX), (rb, b, sb, oB)

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .op import CHECKPOINTS, check_choice
-from .triton_portable import INTERPRETED, portable_backward, portable_forward, portable_plan
+from .chunked import in_range
+from .op import CHECKPOINTS, check_choice, traced
+from .triton_portable import INTERPRETED, clear_outside, portable_backward, portable_forward, portable_plan
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
 if not _obstacle:
@@ -205,31 +206,42 @@ def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
 @custom_op("longhorn_kit::scan", mutates_args=())
 def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
           A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-          form: str, checkpoint_every: int, save: bool, kernels: str) -> tuple[Tensor, Tensor, Tensor]:
+          form: str, checkpoint_every: int, save: bool, kernels: str, checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x, checkpoint_every)
     plan, forward, _ = _path_kernels(path, form, checkpoint_every)
     L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     out, final, ckpt = forward(plan(*_sizes(k, x, cu_seqlens, "forward")), q, k, x, b, b_bias, D_skip, z, initial_state,
                                cu_seqlens, save and L != 0, **extra)
+    if not checked:
+        clear_outside(cu_seqlens, out)
     return out, final, _thin(path, L, ckpt, x.shape[0]) if save and L else ckpt
 
 
 @_scan.register_fake
-def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels):
+def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels, checked=True):
+    new = lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
+    n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    results = new(*x.shape, like=x.dtype), new(n, x.shape[2], k.shape[2])
     path = scan_path(form, q, k, x, checkpoint_every)
+    NP = triton.next_power_of_2(k.shape[2])
+    NP = k.shape[2] if path == "portable" else max(16, NP)
+    state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
+    if not save: # no plan is asked for, which would look at sizes that an exporter leaves open
+        return *results, new(0, *state)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
-    state = dict(portable=(plan.N, plan.D), exact=(plan.D, plan.NP)).get(path, (plan.NP, plan.D))
-    new = lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
     L = _stretch(path, k, x, cu_seqlens, checkpoint_every)
     chunks = plan.chunks if L is None else L and plan.rows // L
-    return (torch.empty(x.shape, device=x.device, dtype=x.dtype), new(plan.n_seq, plan.D, plan.N),
-            new(chunks if save else 0, *state))
+    return *results, new(chunks, *state)
+
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-024
 @custom_op("longhorn_kit::scan_backward", mutates_args=())
 def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor, k: Tensor, x: Tensor, b: Tensor,
                    b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None, A: Tensor | None,
-                   initial_state: Tensor | None, cu_seqlens: Tensor | None, form: str, checkpoint_every: int) -> list[Tensor]:
+                   initial_state: Tensor | None, cu_seqlens: Tensor | None, form: str, checkpoint_every: int,
+                   checked: bool = True) -> list[Tensor]:
+    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x, checkpoint_every)
     plan, _, backward = _path_kernels(path, form, checkpoint_every)
     L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
@@ -237,11 +249,13 @@ def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor,
         ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = backward(plan(*_sizes(k, x, cu_seqlens, "backward")), dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z,
                      cu_seqlens, **extra)
+    if not checked:
+        clear_outside(cu_seqlens, *grads[:4], grads[6], A if A is None or A.dim() == 2 else grads[7])
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
 @_scan_backward.register_fake
-def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every):
+def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, checked=True):
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
     initial = torch.empty((n, x.shape[2], k.shape[2]), device=x.device, dtype=torch.float32)
@@ -249,24 +263,26 @@ def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_se
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-026
 def _setup(ctx, inputs, output):
-    q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, save, _ = inputs
-    ctx.saved = save
+    q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, ctx.saved, *ctx.rest = inputs
     ctx.save_for_backward(output[2], q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dfinal, _):
-    if not ctx.saved:
-        raise RuntimeError("this scan ran without gradients enabled: it kept no checkpoints")
     ckpt, *rest = ctx.saved_tensors
+    if not ctx.saved: # a program that was exported, or made without gradients
+        with torch.no_grad():
+            ckpt = torch.ops.longhorn_kit.scan.default(*rest, ctx.form, ctx.checkpoint_every, True, *ctx.rest)[2]
     dout = torch.zeros_like(rest[2]) if dout is None else dout
-    grads = torch.ops.longhorn_kit.scan_backward.default(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every)
+    backward = torch.ops.longhorn_kit.scan_backward.default
+    grads = backward(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every, *ctx.rest[1:])
     grads = [None if t is None else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
-    return (*grads, None, None, None, None, None)
+    return (*grads, *[None] * (5 + len(ctx.rest)))
 
 
 register_autograd(_scan, _gradients, setup_context=_setup)
+
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-028
 def _refuse(ctx, *grads):
@@ -322,8 +338,9 @@ def triton_selective_scan(
 def _call(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint):
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()   # kernels read it by position
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) and not torch.compiler.is_exporting()
     # by name, not `_scan`: where a notebook and the package both define the operation, the last one is valid
     scan, kernels = torch.ops.longhorn_kit.scan.default, f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
-    out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]), save, kernels)
+    out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]), save, kernels,
+                         cu_seqlens is None or not traced())
     return out, final

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['DIAGONAL', 'EXACT', 'DECOUPLED', 'S6', 'S6_TIMED', 'RULES', 'INTERPRETED', 'SEGMENT', 'FEW_CHANNELS', 'SCRATCHES',
-           'on_its_device', 'PortablePlan', 'portable_plan', 'portable_tokens', 'portable_forward', 'portable_backward']
+           'on_its_device', 'PortablePlan', 'portable_plan', 'clear_outside', 'portable_tokens', 'portable_forward',
+           'portable_backward']
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-004
 import functools
@@ -101,7 +102,7 @@ def _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C: tl.constexpr, PACKED: tl.con
         seq = tl.load(seq_ptr + slot).to(tl.int64)
         start = tl.load(cu_ptr + seq).to(tl.int64)
         length = (tl.load(cu_ptr + seq + 1).to(tl.int64) - start).to(tl.int32)
-        lo = ((slot - (start // LS + seq)) * LS).to(tl.int32)
+        lo = ((slot - ((start - tl.load(cu_ptr)) // LS + seq)) * LS).to(tl.int32)
         batch = start * 0
         row = start
         chunk = start // C + seq
@@ -234,7 +235,7 @@ def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NB
     if PACKED:
         start = tl.load(cu_ptr + seq).to(tl.int64)
         length = (tl.load(cu_ptr + seq + 1).to(tl.int64) - start).to(tl.int32)
-        slot = start // LS + seq
+        slot = (start - tl.load(cu_ptr)) // LS + seq
     else:
         length = T
         slot = seq * SLOTS
@@ -599,9 +600,31 @@ def _strides(t):
 
 def _segment_owner(plan, cu_seqlens):
     # Which sequence each slot of a packed batch belongs to (slots past the last segment of a sequence do nothing).
-    first = cu_seqlens[:-1].long() // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
+    first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
     slots = torch.arange(plan.slots, device=cu_seqlens.device)
     return (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
+
+# %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-029b
+@triton.jit(do_not_specialize=["n", "T"])
+def _clear_kernel(ptr, cu_ptr, n, T, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Zeros in the rows before the first bound and from the last one on.
+    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    outside = (t < T) & ((t < tl.load(cu_ptr)) | (t >= tl.load(cu_ptr + n)))
+    for d in range(0, D, COLUMNS):
+        at = t.to(tl.int64)[:, None] * D + (d + c)[None, :]
+        tl.store(ptr + at, tl.zeros([ROWS, COLUMNS], ptr.dtype.element_ty), mask=outside[:, None] & (d + c < D)[None, :])
+
+
+def clear_outside(
+    cu_seqlens: Tensor, # (n+1,) bounds, in range and ascending
+    *tensors,           # (1,T,D) contiguous, or None; others are left as they are
+):
+    "Write zeros into the rows that belong to no sequence."
+    for t in tensors:
+        if t is not None and t.dim() == 3 and t.numel():
+            _, T, D = t.shape
+            _clear_kernel[(_cdiv(T, 16),)](t, cu_seqlens, len(cu_seqlens) - 1, T, D, ROWS=16, COLUMNS=128, num_warps=4)
+
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(

@@ -1,0 +1,183 @@
+"""No output depends on a later step, whatever that step holds; nor on a neighbour in a packed batch, nor on padding behind a text."""
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from longhorn_kit.models.mixer import build_mixer
+from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.op import FORMS, longhorn_scan
+from scan_cases import DEVICE
+
+GPU = DEVICE == "cuda"
+BF16, FP32 = torch.bfloat16, torch.float32
+INPUTS = ("q", "k", "x", "b", "z")
+# What a step may hold: other numbers, numbers whose products overflow, the largest there are, and what is no number.
+CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
+
+
+def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D), z=new(B, T, D) if gate else None)
+    return {n: t if t is None else t.to(dtype) for n, t in a.items()} | dict(b_bias=new(D), D_skip=new(D))
+
+
+def fill(t, content, seed=0):
+    "`t` with other contents, in place."
+    gen = torch.Generator().manual_seed(seed)
+    noise = torch.randn(t.shape, generator=gen).to(t)
+    if content in ("large", "huge"):
+        noise = noise.sign() * (4e18 if content == "large" else 3e38)
+    t.copy_(noise if content in ("random", "large", "huge") else torch.full_like(t, float(content)))
+
+
+def spoiled(a, names, rows, content, seed=0):
+    "The arguments with other contents in some rows of some of them."
+    a = {n: t if t is None else t.clone() for n, t in a.items()}
+    for i, name in enumerate(names):
+        if a[name] is not None:
+            fill(a[name][:, rows], content, seed + i)
+    return a
+
+
+def same_bits(one, other):
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def assert_causal(scan, a, names, at, content, seed=0):
+    "Outputs before a step have the same bits, whatever the inputs hold from it on."
+    want = scan(a)
+    got = scan(spoiled(a, names, slice(at, None), content, seed))
+    assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
+
+
+cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, unique=True), st.sampled_from(CONTENTS), st.integers(0, 99))
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@pytest.mark.parametrize("N", (4, 16, 64))
+@pytest.mark.parametrize("backend", ("chunked", "reference"))
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=cases, at=st.integers(0, 69), gate=st.booleans(), dtype=st.sampled_from((FP32, BF16)))
+@example(case=(["k"], "nan", 0), at=20, gate=True, dtype=FP32)     # these changed outputs of their chunk before them
+@example(case=(["x"], "inf", 0), at=20, gate=False, dtype=FP32)
+@example(case=(["b", "k"], "huge", 0), at=33, gate=True, dtype=BF16)
+def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
+    a = make(2, 70, 3, N, dtype, gate)
+    assert_causal(lambda a: longhorn_scan(**a, form=form, backend=backend), a, case[0], at, *case[1:])
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@pytest.mark.parametrize("gate", (True, False))
+@pytest.mark.parametrize("form", FORMS)
+def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
+    "In the interpreter."
+    a = make(1, 11, 3, 4, FP32, gate)
+    for content in CONTENTS:
+        assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, INPUTS, 6, content)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@pytest.mark.parametrize("N", (4, 16, 64))
+@pytest.mark.parametrize("form", FORMS)
+def test_later_steps_change_no_output_compiled(form, N):
+    "The scan between other operations, as a compiler fuses them."
+    torch._dynamo.reset()
+    step = lambda a: longhorn_scan(**{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked").sin()
+    scan = torch.compile(step, fullgraph=True)
+    for dtype in (FP32, BF16):
+        for gate in (True, False):
+            a = make(2, 70, 3, N, dtype, gate)
+            for at in (1, 20, 33, 64):
+                for content in CONTENTS:
+                    assert_causal(scan, a, INPUTS, at, content)
+                    assert_causal(scan, a, ("k",), at, content)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("N", (4, 16, 64))
+@pytest.mark.parametrize("dtype", (BF16, FP32))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("path", ("fast", "portable"))
+def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
+    "At borders of chunks and between them, with and without a gate, whole and in segments; keys in bfloat16 for the fast exact form."
+    monkeypatch.setattr(triton_op, "FAST", path == "fast")
+    keys = BF16 if path == "fast" and form == "exact" else dtype
+    for D, T in ((40, 67), (2056, 35)):
+        for gate in (True, False):
+            a = make(2, T, D, N, dtype, gate)
+            a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
+            scan = lambda a: longhorn_scan(**a, form=form, backend="triton")
+            want = scan(a)
+            for at in (1, 7, 8, 15, 16, 17, 31, 32, 33):
+                for content in CONTENTS:
+                    for names in (INPUTS, *((n,) for n in INPUTS)):
+                        got = scan(spoiled(a, names, slice(at, None), content))
+                        assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_later_steps_change_no_output_of_another_segment(form):
+    "One sequence of few channels, which the diagonal kernels cut into segments of 256 steps."
+    a = make(1, 600, 40, 16, BF16)
+    for at in (255, 256, 300, 512):
+        for content in CONTENTS:
+            assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, INPUTS, at, content)
+
+
+BACKENDS = ("triton",) if GPU else ("chunked", "reference")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_earlier_outputs_by_later_inputs_are_zero(form, backend):
+    for at in (1, 16, 20, 33):
+        a = make(2, 70, 40, 16, BF16 if GPU else FP32)
+        leaves = {n: a[n].requires_grad_() for n in INPUTS}
+        out = longhorn_scan(**a, form=form, backend=backend)
+        grads = torch.autograd.grad(out[:, :at].float().square().sum(), list(leaves.values()))
+        for name, grad in zip(INPUTS, grads):
+            assert grad[:, at:].eq(0).all() and grad[:, :at].ne(0).any(), (name, at)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
+    "Outputs, final states and gradients of a sequence, whatever the ones before and behind it hold."
+    bounds = [0, 5, 25, 25, 70]
+    a = make(1, 70, 40, 16, BF16 if GPU else FP32)
+    options = dict(form=form, backend=backend, cu_seqlens=torch.tensor(bounds, device=DEVICE), output_final_state=True)
+    def run(a, lo, hi):
+        leaves = {n: a[n].detach().requires_grad_() for n in INPUTS}
+        out, final = longhorn_scan(**(a | leaves), **options)
+        grads = torch.autograd.grad(out[:, lo:hi].float().square().sum(), list(leaves.values()))
+        return out.detach()[:, lo:hi], final.detach(), [g[:, lo:hi] for g in grads]
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        out, final, grads = run(a, lo, hi)
+        for content in CONTENTS:
+            others = spoiled(spoiled(a, INPUTS, slice(0, lo), content), INPUTS, slice(hi, None), content, seed=9)
+            got = run(others, lo, hi)
+            assert same_bits(got[0], out) and same_bits(got[1][i], final[i]), (i, content)
+            if content == "random": # a zero gradient times what is no number is none, in any neighbour
+                assert all(map(same_bits, got[2], grads)), i
+
+
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar"))
+def test_padding_behind_a_text_changes_no_output_of_a_layer(name):
+    torch.manual_seed(0)
+    layer = build_mixer(name, 24).to(DEVICE)
+    u = torch.randn(3, 70, 24, device=DEVICE)
+    for autocast in (nullcontext(), torch.autocast(DEVICE, dtype=BF16)):
+        with torch.no_grad(), autocast:
+            want = layer(u)
+            for at in (1, 17, 20, 64):
+                for content in CONTENTS:
+                    padded = u.clone()
+                    fill(padded[:, at:], content)
+                    assert same_bits(layer(padded)[:, :at], want[:, :at]), (at, content)
