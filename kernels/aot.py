@@ -168,11 +168,6 @@ def unwaited(built):
     return count
 
 
-def narrow(built):
-    "How many batch strides are multiplied in 32 bits: a product of 2^31 elements would become a negative one."
-    return len(re.findall(r"arith\.muli .*%s\w_bv?\b.* : i32", built.asm["ttgir"]))
-
-
 def nan(built):
     "How many minima and maxima of floats (keep, drop) what is not a number; None for AMD, where that takes no instruction of its own."
     found = re.findall(r"\b(?:min|max)(\.NaN)?\.f32\b", built.asm.get("ptx", ""))
@@ -308,7 +303,7 @@ def main():
                     continue
                 built, used = build(launch, target)
                 row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used,
-                           unwaited=unwaited(built), narrow=narrow(built), nan=nan(built),
+                           unwaited=unwaited(built), nan=nan(built),
                            loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
                 if args.out and not target.startswith("gfx"):
                     row["instructions_per_step"] = loop_count(launch, built)
