@@ -108,15 +108,15 @@ def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
     "At borders of chunks and between them, with and without a gate, whole and in segments; keys in bfloat16 for the fast exact form."
     monkeypatch.setattr(triton_op, "FAST", path == "fast")
     keys = BF16 if path == "fast" and form == "exact" else dtype
-    for D, T in ((40, 67), (2056, 35)):
+    for D, T in ((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),):
         for gate in (True, False):
             a = make(2, T, D, N, dtype, gate)
             a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
             scan = lambda a: longhorn_scan(**a, form=form, backend="triton")
             want = scan(a)
-            for at in (1, 7, 8, 15, 16, 17, 31, 32, 33):
+            for at in (1, 7, 16, 17, 31):
                 for content in CONTENTS:
-                    for names in (INPUTS, *((n,) for n in INPUTS)):
+                    for names in (INPUTS, ("k",), ("b",)):
                         got = scan(spoiled(a, names, slice(at, None), content))
                         assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
 
