@@ -25,10 +25,11 @@ def two_configurations_a_kernel():
 
 
 def pytest_collection_modifyitems(config, items):
-    "Skip what this machine cannot run (`cuda`), and what takes more than a minute unless it is asked for (`-m slow`)."
-    wants_slow = "slow" in config.getoption("-m") or os.environ.get("LONGHORN_SLOW")
+    "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
+    asked = config.getoption("-m")
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if "slow" in item.keywords and not wants_slow:
-            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        for mark in ("slow", "release"):
+            if mark in item.keywords and mark not in asked:
+                item.add_marker(pytest.mark.skip(reason=f"{mark}: run with -m {mark}"))

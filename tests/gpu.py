@@ -29,10 +29,11 @@ FILES = ("test_causality.py", "test_triton_portable.py", "test_triton_fast.py", 
          "test_short_conv.py", "test_matrix.py", "test_models_cuda.py")
 MARKED = ("test_vision.py", "test_mqar.py")       # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
+SHARED = re.compile("test_(op|decode|short_conv|matrix).py")      # one size in most of the file
 
 
 def pytest(*arguments, stdout=subprocess.PIPE):
-    env = os.environ | dict(OMP_NUM_THREADS="1")
+    env = os.environ | dict(OMP_NUM_THREADS="1", TRITON_DISABLE_LINE_INFO="1")
     return subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT,
                             stdout=stdout, stderr=subprocess.STDOUT, text=True, env=env)
 
@@ -51,9 +52,12 @@ def collect(rest):
 
 
 def group(name):
-    "Tests of one group compile the same kernels: one function, and the words among its parameters."
+    "Tests of one group compile the same kernels: one form and, where functions have sizes of their own, one function."
+    if BIG.search(name):
+        return "big"
     function, _, parameters = name.partition("[")
-    return " ".join([function, *re.findall(r"\b[a-z_]+\b", parameters)]) if not BIG.search(name) else "big"
+    words = set(re.findall(r"[a-z0-9_]+", parameters)) & {"portable", "diagonal", "exact", "decoupled", "s6", "s6_timed", "timed"}
+    return " ".join([function.partition("::")[0] if SHARED.search(function) else function, *sorted(words)])
 
 
 def spread(names, known, n):

@@ -23,12 +23,16 @@ COMPILER = "inductor" if GPU else "aot_eager"
 NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
 
-@pytest.fixture(params=("portable", "fast") if GPU else ("portable",))
+@pytest.fixture
 def path(request, monkeypatch):
-    "Both kernels on a GPU, the portable ones on a CPU."
-    monkeypatch.setattr(triton_op, "FAST", request.param == "fast")
+    "The kernels that run: on a CPU the portable ones, on a GPU the fast ones, where not both are asked for."
+    chosen = getattr(request, "param", "fast" if GPU else "portable")
+    monkeypatch.setattr(triton_op, "FAST", chosen == "fast")
     torch._dynamo.reset()
-    return request.param
+    return chosen
+
+
+both_paths = pytest.mark.parametrize("path", ("portable", "fast") if GPU else ("portable",), indirect=True)
 
 
 def arguments(form="diagonal", sizes=SIZES, **options):
@@ -49,6 +53,7 @@ def assert_same(got, want):
 
 # ---- compilers
 
+@both_paths
 @pytest.mark.parametrize("form, options", (("diagonal", {}), ("s6", dict(sequences=2))) if not GPU else
                          [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_timed") for o in ({}, dict(sequences=2))])
 def test_the_operation_is_well_formed(form, options, path):
@@ -70,6 +75,7 @@ def test_compiles_as_one_graph(form, path):
     assert_same(gradients(compiled(a), (dout, dfinal), a), gradients(scan(a, form), (dout, dfinal), a))
 
 
+@both_paths
 def test_compiles_packed_sequences_as_one_graph(path):
     B, T, D, N = SIZES
     a, dout, dfinal = arguments(sizes=(1, T, D, N), sequences=2)
@@ -84,7 +90,7 @@ def test_compiles_packed_sequences_as_one_graph(path):
 
 
 # given bounds, and those that a scan which cannot read them makes of them
-MOVED = ([2, 3, -4], [2, 3, -4]), ([0, 5, 3, -1], [0, 5, 5, -1]), ([-9, 4, 99], [0, 4, None]), ([3, 3, 3], [3, 3, 3])
+MOVED = ([2, 3, -4], [2, 3, -4]), ([0, 5, 3, -1], [0, 5, 5, -1]), ([-9, 4, 99999], [0, 4, None]), ([3, 3, 3], [3, 3, 3])
 
 
 def bounds_of(ends, T):
@@ -113,22 +119,24 @@ def one_by_one(a, form, dout, dfinal, bounds):
     return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("given, moved", MOVED)
-@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed") if GPU else ("exact", "s6_timed"))
-def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, given, moved, path, monkeypatch):
+@pytest.mark.parametrize("path, form", [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_timed")]
+                         + [("portable", "diagonal"), ("portable", "s6_timed")] if GPU else [("portable", "exact"), ("portable", "s6_timed")],
+                         indirect=["path"])
+def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, monkeypatch):
     T, D, N = (600, 40, 16) if GPU else (12, 2, 2)
-    n = len(given) - 1
-    a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=n)
-    want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
-    poisoned(monkeypatch)
-    compiled = torch.compile(lambda a, cu: call(a, form, cu), fullgraph=True, backend="aot_eager")
-    r = leaves(a)
-    outputs = compiled(r, bounds_of(given, T))
-    grads = gradients(outputs, (dout, dfinal), r)
-    assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1])
-    per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_timed")]
-    assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
-    assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
+    for given, moved in MOVED:
+        a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=len(given) - 1)
+        want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
+        with monkeypatch.context() as patch:
+            poisoned(patch)
+            compiled = torch.compile(lambda a, cu: call(a, form, cu), fullgraph=True, backend="aot_eager")
+            r = leaves(a)
+            outputs = compiled(r, bounds_of(given, T))
+            grads = gradients(outputs, (dout, dfinal), r)
+        assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1]), given
+        per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_timed")]
+        assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
+        assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
 
 
 @pytest.mark.parametrize("given, moved", MOVED)
@@ -320,6 +328,7 @@ def test_second_derivative_is_refused_in_words(path):
 
 # ---- graphs and sharding
 
+@both_paths
 @pytest.mark.cuda
 @pytest.mark.parametrize("bounds", (None, (0, 50, 128)))
 @pytest.mark.parametrize("checkpoint", ("fast", "small"))
@@ -347,6 +356,7 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
     assert_same(grads, want_grads)
 
 
+@both_paths
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
 def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypatch):
@@ -440,8 +450,8 @@ def long_case(T, D, N, form):
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
-    "A million steps of the fast kernels, a quarter of the portable ones; in the interpreter as many as it has patience for."
-    T, D, N = (2**20 if path == "fast" else 2**18, 8, 4) if GPU else (130, 2, 2)
+    "A million steps on a GPU; in the interpreter as many as it has patience for."
+    T, D, N = (2**20, 8, 4) if GPU else (130, 2, 2)
     a, dout, dfinal, want = long_case(T, D, N, form)
     out, final, grads = kernels(a, dout, dfinal, form) if GPU else (*call(a, form), {})
     out_, final_ = chunked_scan(*(want[n] for n in NAMES), form=form, initial_state=want["initial_state"], chunk=256)

@@ -38,7 +38,7 @@ def test_parity_with_parts_left_out(form, left_out):
 
 
 @pytest.mark.parametrize("dtype", (FP32, FP16))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[1:4] + SHAPES[9:12:2])
 @pytest.mark.parametrize("form", ("diagonal", *OWN_RATES))
 def test_parity_in_other_dtypes(form, shape, dtype):
     assert_close(errors(*shape, form, dtype=dtype), dtype, factor=2)
@@ -141,9 +141,9 @@ def test_scalar_rate_and_strided_inputs(form, D):
 @pytest.mark.parametrize("dtype", (BF16, FP32))
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
-    bounds = [0, 1, 1, 300, 333, 1200, 2480]
-    assert_close(errors(1, 2480, D, 16, form, bounds=bounds, dtype=dtype), dtype)
-    a, dout, dfinal = inputs(1, 2480, D, 16, form, dtype=dtype, sequences=6)
+    bounds = [0, 1, 1, 300, 333, 600, 1240]
+    assert_close(errors(1, 1240, D, 16, form, bounds=bounds, dtype=dtype), dtype)
+    a, dout, dfinal = inputs(1, 1240, D, 16, form, dtype=dtype, sequences=6)
     out, final, grads = kernels(a, dout, dfinal, form, bounds)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
@@ -296,6 +296,7 @@ def test_an_unknown_triton_is_checked_not_trusted(monkeypatch, caplog):
         with caplog.at_level(logging.WARNING):
             return triton_op.fast_kernels_work(0) and triton_op.fast_kernels_work(0)
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
+    monkeypatch.setattr(triton_op, "OWN_SPACING", dict(diagonal=8, exact=16)) # two forms are compiled in half of the time of five
     assert works() and not caplog.records
     with monkeypatch.context() as broken:
         broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)

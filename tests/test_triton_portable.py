@@ -144,7 +144,7 @@ def test_gpu_parts_left_out(form, left_out):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("every", (4, 16, 64))
+@pytest.mark.parametrize("every", (4, 64))
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_checkpoint_spacing(form, every):
     assert_close(errors(2, 150, 65, 16, form, options=dict(checkpoint=every), scalar=True, z=False))
@@ -179,7 +179,7 @@ def test_gpu_gradients_repeat_bit_for_bit(form):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ("exact", "s6"))
 def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
     "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
     empty = torch.empty

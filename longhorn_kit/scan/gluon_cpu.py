@@ -120,7 +120,7 @@ class Interpreter:
         if "and" in asm:
             return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()
-        if "min.bf16x2" in asm: # both ends bounded, and NaN too
+        if "min." in asm: # of magnitudes: both ends are bounded, and NaN too
             most = torch.finfo(torch.bfloat16).max
             return v.nan_to_num(most, most, -most).bfloat16()
         if "rcp" in asm:

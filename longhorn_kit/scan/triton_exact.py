@@ -103,11 +103,16 @@ def _add_product(Ah, Al, Bh, Bl, total):
 
 
 @gluon.jit
-def _finite(v):
-    # v (bfloat16); the largest numbers in place of what is not finite. A factor that meets zeros: infinity times 0 is no number.
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most; mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
-        "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
+def _finite(v, ONE_MIN: gl.constexpr):
+    # v (bfloat16), the largest numbers in place of what is not finite: a factor that may meet a zero. Two elements at once.
+    if ONE_MIN:                                        # the smaller magnitude with the sign of v; not on compute capability 8.0
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.xorsign.abs.bf16x2 $0, $1, most; }",
+            "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most; mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
+            "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -192,7 +197,7 @@ def _exact_fwd_kernel(
         x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, DV, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr, READ: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and what waits for nothing. Region 2: what needs its U.
     # Copies run NS chunks ahead in a ring: after region 1 nobody reads a slot, so chunk c + NS goes where c was.
     C: gl.constexpr = 16
@@ -335,7 +340,7 @@ def _exact_fwd_kernel(
         KS = mma_v2(Sh, knT, KS)
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-            Y = _add_product(_finite(Uh), _finite(Ul), Mh, Ml, Y)
+            Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
             Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y)      # what is not finite shows from its own step on
             if HAS_Z:
                 Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
@@ -745,6 +750,16 @@ def _ring(
         return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
+@functools.cache
+def _one_minimum(device: torch.device) -> bool:
+    "Whether a GPU has the minimum of magnitudes that keeps a sign."
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
+
+def _registers(plan: PortablePlan) -> int | None:
+    "Most registers of a lane in the forward; None: as the compiler likes, which is slower by a fifth where two warps share 32 channels."
+    return 208 if plan.warps == 2 and plan.NP == 16 else None
+
+
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
 def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
     "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."
@@ -779,7 +794,7 @@ def exact_forward(
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
         PACKED=packed, RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
-        num_warps=p.warps, enable_fp_fusion=False)
+        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p), num_warps=p.warps, enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
