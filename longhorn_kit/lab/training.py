@@ -656,6 +656,7 @@ def about_peers(
 @contextmanager
 def peers_watched(
     run, # Run
+    checkpoints=checkpoints, # function of its folder: those that are complete
 ):
     "Inside, a failure to talk to another process is a WorkerLost of one line."
     try:
