@@ -488,12 +488,14 @@ class TrainVision:
     interrupted = "interrupted; the same command goes on from the last finished epoch"
 
     def __call__(self):
+        from longhorn_kit.lab.language import is_main_process
         from longhorn_kit.lab.vision_runs import VISION_PRESETS, train_vision
         known("preset", self.preset, VISION_PRESETS)
         given = {name: value for name, value in vars(self).items() if value is not None}
         found = train_vision(given.pop("preset"), out=given.pop("out"), **given)
-        print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
-              f"of {found['images']:,} images, {found['skipped']} skipped")
+        if is_main_process():
+            print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
+                  f"of {found['images']:,} images, {found['skipped']} skipped")
 
 # %% ../nbs/cli.ipynb #cli-054
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate,

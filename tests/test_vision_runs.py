@@ -3,9 +3,15 @@ import dataclasses
 import io
 import json
 import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 import types
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +22,8 @@ from longhorn_kit import cli
 from longhorn_kit.lab import vision_runs as lab
 from longhorn_kit.lab.vision_runs import (
     CompareConfig, FitConfig, ImageSet, VISION_PRESETS, fit, open_data, train_vision, vision_config)
+from longhorn_kit.lab.training import WorkerLost
+from test_training import two_processes
 
 NANO = "longhorn_vim_nano_patch2_8"
 
@@ -32,15 +40,19 @@ def encoded(image, kind="PNG"):
     return file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    for part, count in (("train", 12), ("val", 5)):
+def filled(root, train, val):
+    "The folder, with so many images of each of two classes."
+    for part, count in (("train", train), ("val", val)):
         for label, name in enumerate(("dark", "light")):
             (root / part / name).mkdir(parents=True)
             for i in range(count):
                 picture(i + 100 * label, label).save(root / part / name / f"{i}.png")
     return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return filled(tmp_path_factory.mktemp("images"), 12, 5)
 
 
 def small(out, data, **options):
@@ -205,11 +217,7 @@ def test_a_folder_of_another_run_is_refused(folder, tmp_path):
 
 
 def test_corrupt_images_are_named_skipped_and_counted(tmp_path, capsys):
-    for part, count in (("train", 9), ("val", 4)):
-        for label, name in enumerate(("dark", "light")):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(count):
-                picture(i + 100 * label, label).save(tmp_path / part / name / f"{i}.png")
+    filled(tmp_path, 9, 4)
     whole = (tmp_path / "train" / "dark" / "3.png").read_bytes()
     (tmp_path / "train" / "dark" / "3.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "val" / "light" / "1.png").write_bytes(b"not an image")
@@ -221,6 +229,52 @@ def test_corrupt_images_are_named_skipped_and_counted(tmp_path, capsys):
         path.write_bytes(b"")
     with pytest.raises(ValueError, match="none of the held-out images can be read"):
         small(tmp_path / "again", tmp_path, epochs=1)
+
+
+class Noise:
+    "A reader of 64 healthy images."
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    def __len__(self): return 64
+    def name(self, i): return f"image {i}"
+    def read(self, i): return self.pixels[i], i
+
+
+@pytest.fixture
+def recipe():
+    "Training images of the ViM recipe, at 32 × 32 pixels."
+    train, held_out = lab.Images(Noise(), replaces=True), lab.Images(Noise())
+    config = vision_config("imagenet-vim-tiny", "longhorn_vim_tiny_patch4_32", "noise", batch_size=64, workers=0)
+    alone = types.SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    lab.loaders(train, held_out, config, lab.default_cfgs[config.model].default.to_dict(), alone)
+    return train
+
+
+def test_no_healthy_image_is_called_broken(recipe):
+    "RandAugment draws posterize with 0 bits about ten times here, which Pillow 13 refuses."
+    random.seed(0), torch.manual_seed(0)
+    for i in range(10_000):
+        assert recipe[i % len(recipe)][1] == i % len(recipe) # and not its neighbour
+    assert not recipe.broken.any()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_posterize_with_0_bits_is_black(recipe, mode):
+    image = picture(0, 0).convert(mode)
+    operations = {op.name: op for op in recipe.transform.transforms[2].ops}
+    posterize = operations["PosterizeIncreasing"].aug_fn
+    assert posterize(image, 0).getcolors() == [(64, 0 if mode == "L" else (0, 0, 0))]
+    for bits in (1, 4):
+        assert np.array_equal(posterize(image, bits), np.array(image) // 2 ** (8 - bits) * 2 ** (8 - bits))
+    assert posterize(image, 8) is image
+
+
+def test_an_error_of_the_augmentation_is_not_the_images(recipe):
+    def fails(image):
+        raise ValueError("a mistake in the transform")
+    recipe.transform = fails
+    with pytest.raises(ValueError, match="a mistake in the transform"):
+        recipe[3]
+    assert not recipe.broken.any()
 
 
 def test_batches_that_do_not_fit(folder, tmp_path):
@@ -236,6 +290,98 @@ def test_accumulated_parts_are_counted_as_one_step(folder, tmp_path):
     assert len(lines) == 1 and one["loss"] > 0
     run = lab.VisionRun(vision_config("digits", None, str(folder), batch_size=8, accumulate=2, cpu=True), tmp_path / "two")
     assert run.updates == 3 and len(run.loader) == 6
+
+
+# one run in a folder, several processes
+
+def command(folder, out, workers=0):
+    words = ["train-vision", "--preset", "digits", "--data", folder, "--out", out, "--epochs", 3, "--batch-size", 8,
+             "--workers", workers]
+    return list(map(str, words))
+
+
+def finished(words, launcher=()):
+    "Run the command on the CPU to its end."
+    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return subprocess.run([sys.executable, *launcher, "-m", "longhorn_kit.cli", *words], cwd=Path(__file__).parent.parent,
+                          env=environment, capture_output=True, text=True, timeout=110)
+
+
+def results(out):
+    "The metrics of every epoch without the speed, and the weights."
+    from safetensors.torch import load_file
+    lines = [{key: value for key, value in line.items() if key != "images_per_second"}
+             for line in lab.read_jsonl(out / "metrics.jsonl")]
+    return lines, {name: value.tolist() for name, value in load_file(out / "model.safetensors").items()}
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_is_unharmed(folder, tmp_path, monkeypatch):
+    refused, train_epoch = [], lab.train_epoch
+    def with_company(run, bar):
+        if run.epoch == 1:
+            refused.append(finished(command(folder, tmp_path / "run")))
+        return train_epoch(run, bar)
+    same = dict(epochs=3, lr=4e-3, warmup_epochs=1) # as the command
+    small(tmp_path / "alone", folder, **same)
+    monkeypatch.setattr(lab, "train_epoch", with_company)
+    small(tmp_path / "run", folder, **same)
+    assert results(tmp_path / "run") == results(tmp_path / "alone")
+    assert refused[0].returncode == 1 and refused[0].stdout == ""
+    assert refused[0].stderr == (f"longhorn: error: another process is training in {tmp_path / 'run'}; "
+                                 "wait for it, or use another folder\n")
+
+
+def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path, monkeypatch):
+    load, train_epoch = lab.Images.load, lab.train_epoch
+    def killed(images, i):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def kills(run, bar):
+        monkeypatch.setattr(lab.Images, "load", killed if run.epoch == 1 else load)
+        return train_epoch(run, bar)
+    monkeypatch.setattr(lab, "train_epoch", kills)
+    with pytest.raises(WorkerLost, match="a process that loads images is gone, seen at step 3 .*same command again") as lost:
+        small(tmp_path / "run", folder, workers=1)
+    assert str(lost.value).count("\n") == 0 and f"{tmp_path / 'run' / 'checkpoint.pt'}" in str(lost.value)
+    monkeypatch.undo()
+    assert small(tmp_path / "run", folder, workers=1)["epoch"] == 2
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    "A folder of images, three of them broken, and a run on it in two processes."
+    folder = filled(tmp_path_factory.mktemp("together"), 8, 4)
+    for path in ("train/dark/3.png", "val/dark/2.png", "val/light/1.png"): # held out: one on each process
+        (folder / path).write_bytes(b"not an image")
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    return folder, finished(command(folder, folder / "whole", workers=1), torchrun)
+
+
+def test_two_processes_name_each_broken_image_once_and_count_all(together):
+    folder, done = together
+    assert done.returncode == 0
+    lines = lab.read_jsonl(folder / "whole" / "metrics.jsonl")
+    assert [(line["skipped"], line["images"]) for line in lines] == [(3, 6)] * 3
+    for path in ("train/dark/3.png", "val/dark/2.png", "val/light/1.png"):
+        assert done.stderr.count(f"{path}; skipped") == 1
+    assert done.stdout.count("\n") == 1 and "of 6 images, 3 skipped" in done.stdout
+
+
+def test_two_processes_resume_to_the_bit_and_one_resumes_alone(together, tmp_path, capfd):
+    "The first process dies after its first checkpoint; the other says so."
+    folder, _ = together
+    trains = f"from longhorn_kit import cli; os._exit(cli.main({command(folder, tmp_path / 'two', workers=1)}))"
+    dies = ("from longhorn_kit.lab import vision_runs as lab; keep = lab.save_run\n"
+            "def keep_and_die(run): keep(run); os._exit(9)\n"
+            "lab.save_run = keep_and_die\n")
+    assert two_processes(dies + trains, tmp_path)[0] == [9, 1]
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("longhorn: error")]
+    assert len(told) == 1 and "another of the 2 processes is gone, seen at step 2" in told[0]
+    assert "start the same command again" in told[0] and f"{tmp_path / 'two' / 'checkpoint.pt'}" in told[0]
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    assert two_processes(trains, tmp_path)[0] == [0, 0] and results(tmp_path / "two") == results(folder / "whole")
+    alone = small(tmp_path / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1, workers=1) # in another order
+    lines, _ = results(tmp_path / "one")
+    assert alone["epoch"] == 3 and lines[0] == results(folder / "whole")[0][0] and len(lines) == 3
 
 
 # images in memory

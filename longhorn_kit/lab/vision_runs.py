@@ -9,9 +9,10 @@ __all__ = ['MODELS', 'DEITS', 'PIXELS', 'VISION_PRESETS', 'SETTINGS', 'SCALES', 
            'inference_step', 'speed_of', 'memory_of', 'measurements', 'put', 'claim', 'wait_for', 'epochs_that_fit',
            'time_epoch', 'started', 'Attempts', 'decoded', 'one_run', 'plan_epochs', 'Worker', 'gpu_worker',
            'VisionConfig', 'VisionPreset', 'vision_config', 'Digits', 'Folder', 'HubData', 'Shards', 'open_data',
-           'check_classes', 'Images', 'complain', 'loaders', 'validate', 'VisionRun', 'seed_epoch', 'train_epoch',
-           'save_run', 'resume_run', 'train_vision', 'CompareConfig', 'settings_for', 'digits_cell', 'results_of',
-           'run', 'measured', 'unfinished', 'gpu_record', 'comparisons', 'verdict', 'figures', 'tables']
+           'check_classes', 'Images', 'share_broken', 'complain', 'posterize', 'loaders', 'validate', 'VisionRun',
+           'seed_epoch', 'train_epoch', 'save_run', 'resume_run', 'workers_watched', 'one_epoch', 'train_vision',
+           'CompareConfig', 'settings_for', 'digits_cell', 'results_of', 'run', 'measured', 'unfinished', 'gpu_record',
+           'comparisons', 'verdict', 'figures', 'tables']
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-003
 import dataclasses, glob, io, json, math, os, random, sys, tarfile, time
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import safetensors.torch
@@ -33,11 +35,11 @@ from . import claims
 from .records import (
     append_jsonl, atomic_file, check_ranges, check_same_settings, command_line, environment, progress, read_json,
     read_jsonl, side_by_side, to_plain, without_machine_paths, write_json, write_jsonl)
-from .training import TrainingDiverged, make_accelerator
+from .training import TrainingDiverged, WorkerLost, make_accelerator, only_run_in, peers_watched
 from ..models.vision import default_cfgs, timm
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-004
-from timm.data import Mixup, create_loader
+from timm.data import Mixup, auto_augment, create_loader
 from timm.loss import SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -884,9 +886,10 @@ class Images(torch.utils.data.Dataset):
         for attempt in range(len(self) if self.replaces else 1):
             try:
                 image, label = self.load((i + attempt) % len(self))
-                return self.transform(image), label
             except (OSError, SyntaxError, ValueError): # what Pillow raises
                 self.broken[(i + attempt) % len(self)] = True
+            else: # an error of the transform is not the image's
+                return self.transform(image), label
         if self.replaces:
             raise ValueError(f"none of the {len(self)} images can be read; the first is {self.reader.name(0)}")
         return self.transform(Image.new(self.mode, (64, 64))), -1
@@ -902,6 +905,14 @@ class Images(torch.utils.data.Dataset):
         return [self.reader.name(i) for i in self.broken.nonzero().flatten().tolist()]
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-062
+def share_broken(
+    images: Images,
+    accelerator,
+):
+    "Let every process know which images any process could not read."
+    found = accelerator.reduce(images.broken.int().to(accelerator.device), "sum")
+    images.broken |= found.cpu() > 0
+
 def complain(
     images: Images,
     told: set, # names that were printed before; new ones are added
@@ -916,6 +927,14 @@ def complain(
     told.update(new)
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-066
+def posterize(
+    image: Image.Image, # L or RGB
+    bits_to_keep: int,  # of 8, per channel
+    **options,          # what timm gives every operation
+) -> Image.Image:
+    "Return the image as timm posterizes it; a black image for 0 bits, where Pillow 13 raises an error."
+    return auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
+
 def loaders(
     train: Images,
     held_out: Images,
@@ -937,11 +956,13 @@ def loaders(
         input_size=cfg["input_size"], mean=cfg["mean"], std=cfg["std"], interpolation=cfg["interpolation"],
         num_workers=config.workers, device=device, use_prefetcher=device.type == "cuda",
         pin_memory=device.type == "cuda", persistent_workers=False)
-    training = create_loader(
-        train, batch_size=rows, is_training=True, distributed=world > 1, re_prob=config.erase, re_mode="pixel",
-        scale=(config.smallest_crop, 1.0), hflip=config.flip, color_jitter=config.color_jitter or None,
-        auto_augment=config.auto_augment or None,
-        num_aug_repeats=config.repeats if world > 1 and config.repeats > 1 else 0, **same)
+    operations = auto_augment.NAME_TO_OP
+    with patch.dict(operations, {name: posterize for name in operations if name.startswith("Posterize")}):
+        training = create_loader(
+            train, batch_size=rows, is_training=True, distributed=world > 1, re_prob=config.erase, re_mode="pixel",
+            scale=(config.smallest_crop, 1.0), hflip=config.flip, color_jitter=config.color_jitter or None,
+            auto_augment=config.auto_augment or None,
+            num_aug_repeats=config.repeats if world > 1 and config.repeats > 1 else 0, **same)
     mine = torch.utils.data.Subset(held_out, range(rank, len(held_out), world))
     validation = create_loader(mine, batch_size=rows, crop_pct=config.crop_pct, **same)
     held_out.transform = mine.transform # create_loader hands it to the subset
@@ -974,7 +995,7 @@ class VisionRun:
     "A training run: model, data, optimiser, schedule, averages; at epoch 0 or resumed."
 
     def __init__(self, config: VisionConfig, folder):
-        self.config, self.folder, self.epoch, self.told = config, Path(folder), 0, set()
+        self.config, self.folder, self.epoch, self.step, self.told = config, Path(folder), 0, 0, set()
         self.accelerator = make_accelerator(config)
         train, held_out = open_data(config.data)
         self.classes = train.classes
@@ -1036,11 +1057,13 @@ def train_epoch(
             if accelerator.sync_gradients:
                 if config.clip:
                     accelerator.clip_grad_norm_(run.model.parameters(), config.clip)
-                run.schedule.step_update(run.epoch * run.updates + i // config.accumulate)
+                run.schedule.step_update(run.step)
             run.optimizer.step()
             run.optimizer.zero_grad()
-        if accelerator.sync_gradients and run.ema:
-            run.ema.update(accelerator.unwrap_model(run.model))
+        if accelerator.sync_gradients:
+            run.step += 1
+            if run.ema:
+                run.ema.update(accelerator.unwrap_model(run.model))
         losses.append(loss.detach())
         bar.update()
     loss = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
@@ -1082,14 +1105,46 @@ def resume_run(
                           "command": command_line()})
     if not (run.folder / "checkpoint.pt").exists():
         return
-    state = torch.load(run.folder / "checkpoint.pt", map_location=run.accelerator.device, weights_only=True)
-    run.epoch = state["epoch"]
+    state = torch.load(run.folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    run.epoch, run.step = state["epoch"], state["epoch"] * run.updates
     run.accelerator.unwrap_model(run.model).load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.ema:
         run.ema.module.load_state_dict(state["ema"])
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-071
+@contextmanager
+def workers_watched(
+    run, # VisionRun
+):
+    "Context manager that makes a lost process, one that trains or one that loads images, a WorkerLost."
+    kept = lambda folder: list(folder.glob("checkpoint.pt"))
+    try:
+        with peers_watched(run, kept):
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        good = kept(run.folder)
+        raise WorkerLost(f"a process that loads images is gone, seen at step {run.step} ({str(error).strip()}); start "
+                         f"the same command again, it resumes from {good[0] if good else 'the beginning'}") from error
+
+def one_epoch(
+    run, # VisionRun
+    bar, # from `progress`
+) -> dict: # its line of metrics.jsonl
+    "Train for an epoch, validate, and name the images that could not be read."
+    line = train_epoch(run, bar) | validate(run.model, run.val_loader, run.accelerator)
+    if run.ema:
+        average = validate(run.ema.module, run.val_loader, run.accelerator)
+        line |= {"ema_top1": average["top1"], "ema_top5": average["top5"]}
+    run.epoch += 1
+    for images in (run.train, run.held_out):
+        share_broken(images, run.accelerator)
+        if run.accelerator.is_main_process:
+            complain(images, run.told)
+    return {"epoch": run.epoch, **line, "skipped": sum(int(images.broken.sum()) for images in (run.train, run.held_out))}
+
 def train_vision(
     preset: str,              # a key of `VISION_PRESETS`
     data: str | None = None,  # "digits", a folder with train and val, "hf:NAME" or "wds:FOLDER"
@@ -1098,29 +1153,24 @@ def train_vision(
     quiet: bool = False,      # no progress
     **overrides,              # other fields of `VisionConfig`
 ) -> dict: # the last epoch's metrics
-    "Train and validate a vision model, resuming by itself; metrics.jsonl has a line for every epoch."
+    """Train and validate a vision model, resuming by itself; metrics.jsonl has a line for every epoch.
+
+    Raises ValueError if another process trains in the folder, WorkerLost if a process of the run is gone."""
     run = VisionRun(vision_config(preset, model, data, **overrides), out)
     main, metrics = run.accelerator.is_main_process, run.folder / "metrics.jsonl"
-    resume_run(run)
-    lines = read_jsonl(metrics)[:run.epoch]
-    if main:
-        write_jsonl(metrics, lines)
-    with progress((run.config.epochs - run.epoch) * len(run.loader), "training", disable=quiet or not main) as bar:
-        while run.epoch < run.config.epochs:
-            line = train_epoch(run, bar)
-            line |= validate(run.model, run.val_loader, run.accelerator)
-            if run.ema:
-                average = validate(run.ema.module, run.val_loader, run.accelerator)
-                line |= {"ema_top1": average["top1"], "ema_top5": average["top5"]}
-            run.epoch += 1
-            skipped = [int(images.broken.sum()) for images in (run.train, run.held_out)]
-            lines.append({"epoch": run.epoch, **line, "skipped": sum(skipped)})
-            if main:
-                complain(run.train, run.told), complain(run.held_out, run.told)
-                save_run(run)
-                append_jsonl(metrics, lines[-1])
-                bar.set_postfix(loss=line["loss"], top1=line["top1"])
-            run.accelerator.wait_for_everyone()
+    with only_run_in(run.folder if main else None), workers_watched(run):
+        resume_run(run)
+        lines = read_jsonl(metrics)[:run.epoch]
+        if main:
+            write_jsonl(metrics, lines)
+        with progress((run.config.epochs - run.epoch) * len(run.loader), "training", disable=quiet or not main) as bar:
+            while run.epoch < run.config.epochs:
+                lines.append(one_epoch(run, bar))
+                if main:
+                    append_jsonl(metrics, lines[-1])
+                    save_run(run)
+                    bar.set_postfix(loss=lines[-1]["loss"], top1=lines[-1]["top1"])
+                run.accelerator.wait_for_everyone()
     return lines[-1]
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-077
