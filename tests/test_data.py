@@ -1,4 +1,4 @@
-import errno, gzip, json, lzma, math, multiprocessing, os, signal, sys, time, types
+import errno, fcntl, gzip, json, lzma, math, multiprocessing, os, signal, sys, time, types
 from collections import Counter
 import numpy as np
 import pytest
@@ -511,6 +511,73 @@ def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatc
     found = [results.get() for _ in children]
     assert [child.exitcode for child in children] == [0, 0, 0] and len({n for n, _ in found}) == 1
     assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
+
+
+def no_locks(monkeypatch, number):
+    "Locking fails with this error, as on a file system without locks."
+
+    def flock(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", sorted({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}))
+def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch, capsys, number):
+    small_batches(monkeypatch, 20)
+    source = write(tmp_path / "a.txt")
+    whole = prepare(source, cache=tmp_path / "whole")
+    no_locks(monkeypatch, number)
+    assert data.locked(tmp_path, wait=False) is None
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, cache=tmp_path / "cache")
+    partial = next((tmp_path / "cache").glob(".*.partial"))
+    assert f"the file system of {partial} has no locks" in capsys.readouterr().err
+    found = prepare(source, cache=tmp_path / "cache")
+    assert bytes_of(found) == bytes_of(whole) and list((tmp_path / "cache").iterdir()) == [found.folder]
+
+
+def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
+    no_locks(monkeypatch, errno.EIO)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError) as caught:
+        data.locked(tmp_path)
+    assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks):
+    small_batches(monkeypatch)
+    no_locks(monkeypatch, errno.ENOSYS)
+    source, fork = write(tmp_path / "a.txt", 1000), multiprocessing.get_context("fork")
+    results, options = fork.SimpleQueue(), {"shard_tokens": 5000, "workers": 1}
+    whole = bytes_of(prepare(source, cache=tmp_path / "whole", **options))
+
+    def work(rank):
+        if ranks:
+            os.environ["RANK"] = str(rank)
+        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
+        try:
+            results.put(bytes_of(prepare(source, cache=tmp_path / "cache", **options)) == whole)
+        except (OSError, ValueError):
+            results.put("refused")
+
+    children = [fork.Process(target=work, args=(rank,)) for rank in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    found = {results.get() for _ in children}
+    assert found == {True} if ranks else found <= {True, "refused"}  # two separate runs may stop each other
+    for _ in range(2):  # the first start may find what they left damaged, and removes it
+        try:
+            again = prepare(source, cache=tmp_path / "cache", **options)
+        except (OSError, ValueError):
+            continue
+        break
+    assert bytes_of(again) == whole
 
 
 def test_a_target_of_tokens_stops_behind_the_document_that_reaches_it(tmp_path, monkeypatch):

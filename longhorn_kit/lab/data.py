@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'HUB_NAME', 'GPT2_PATTERN', 'BATCH_DOCUMENTS', 'BATCH_TEXT',
-           'MARK_SECONDS', 'stdlib_files', 'normalise', 'help_topics', 'name_hash', 'embedded_documents', 'is_held_out',
-           'embedded_corpus_hash', 'ZstdReader', 'open_text', 'file_documents', 'matching_files', 'hub_name', 'HubRows',
-           'hub_trouble', 'hub_documents', 'load_documents', 'load_text', 'ByteTokenizer', 'BPETokenizer',
-           'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards', 'OpenShard', 'reopen', 'ShardWriter',
-           'holds_whole', 'pieces_of', 'split_documents', 'batches', 'one_batch', 'batch_hash', 'batches_after',
-           'tokenise', 'in_order', 'cores', 'Preparation', 'stages_of', 'cutter', 'run_stage', 'write_corpus',
-           'alone_in', 'locked', 'make_corpus', 'kept', 'stamp', 'fault', 'faults', 'open_shards', 'Corpus',
-           'remake_shard', 'check_corpus', 'source_hash', 'tokenizer_hash', 'cache_folder', 'check_numbers',
-           'read_index', 'prepare', 'epoch_order', 'Sampler']
+           'MARK_SECONDS', 'NO_LOCKS', 'stdlib_files', 'normalise', 'help_topics', 'name_hash', 'embedded_documents',
+           'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text', 'file_documents', 'matching_files',
+           'hub_name', 'HubRows', 'hub_trouble', 'hub_documents', 'load_documents', 'load_text', 'ByteTokenizer',
+           'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards', 'OpenShard', 'reopen',
+           'ShardWriter', 'holds_whole', 'pieces_of', 'split_documents', 'batches', 'one_batch', 'batch_hash',
+           'batches_after', 'tokenise', 'in_order', 'cores', 'Preparation', 'stages_of', 'cutter', 'run_stage',
+           'write_corpus', 'alone_in', 'locked', 'make_corpus', 'kept', 'stamp', 'fault', 'faults', 'open_shards',
+           'Corpus', 'remake_shard', 'wait_for_first', 'check_corpus', 'source_hash', 'tokenizer_hash', 'cache_folder',
+           'check_numbers', 'read_index', 'prepare', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
-import glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, shutil, sys, sysconfig, time, zlib
+import errno, glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, shutil, sys, sysconfig, time, zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -777,37 +777,52 @@ def write_corpus(
 def alone_in(
     folder, # made if need be
 ):
-    "Inside, this is the only process working in the folder; another one waits, and says so."
+    """Context manager that waits until no other process works in the folder.
+
+    Yields whether the folder is locked; False on Windows and on a file system without locks."""
     handle = None
-    while handle is None and os.name != "nt": # Windows has no such locks
+    while os.name != "nt": # Windows has no such locks
         folder.mkdir(parents=True, exist_ok=True)
         handle = locked(folder)
-        if not (folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())):
-            os.close(handle) # while we waited it was renamed or removed
-            handle = None
+        if handle is None or folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            break
+        os.close(handle) # while we waited the folder was renamed or removed
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        yield handle is not None
     finally:
         if handle is not None:
             os.close(handle)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-080
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK} # from a file system without locks
+
 def locked(
     folder, # that exists
     wait=True, # for another process that holds it; False: BlockingIOError
 ):
-    "A handle that holds the folder's lock, once no other process does."
+    """A handle that holds the folder's lock, once no other process does.
+
+    None, after a warning, on a file system without locks. Nothing then keeps a second process out, but files are
+    still replaced whole or not at all, and `prepare` refuses shards that do not fit their index. On a network disk
+    a lock may hold for one machine only."""
     import fcntl
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise
+            print(f"another process is preparing {folder}; waiting for it", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
-        if not (wait and isinstance(error, BlockingIOError)):
-            os.close(handle)
+        os.close(handle)
+        if error.errno not in NO_LOCKS:
+            error.filename = str(folder)
             raise
-        print(f"another process is preparing {folder}; waiting for it", file=sys.stderr)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        print(f"the file system of {folder} has no locks; do not start a second run there", file=sys.stderr)
+        return None
     return handle
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-081
@@ -819,13 +834,15 @@ def make_corpus(
 
     What an interruption leaves is continued by the next call. Raises ValueError or OSError in one line."""
     partial = folder.with_name(f".{folder.name}.partial")
-    with alone_in(partial):
+    with alone_in(partial) as alone:
         try:
+            if not alone:
+                wait_for_first(folder)
             if not (folder / "index.json").exists(): # else another process made it meanwhile
                 write_corpus(partial, *parts, **options)
                 publish_folder(partial, folder)
         except ValueError: # the data will not be better next time
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
         except OSError as error: # a full disk, a lost network
             raise kept(partial, error) from None
@@ -960,6 +977,16 @@ def remake_shard(
         file.write(data)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-091
+def wait_for_first(
+    folder, # of the corpus
+):
+    "Return at once in the first process of a run, in the others when `folder` is complete."
+    if os.environ.get("RANK", "") not in ("", "0") and not (folder / "index.json").exists():
+        print(f"the first process is preparing {folder}; waiting for it", file=sys.stderr)
+        while not (folder / "index.json").exists():
+            time.sleep(0.2)
+
+# %% ../../nbs/lab/30_data.ipynb #30_data-081-2
 def check_corpus(
     folder, index, # of the corpus
     verify,        # as for `faults`
