@@ -398,7 +398,7 @@ def known(
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
 
 # %% ../nbs/cli.ipynb #cli-046
-NOT_IN_PRESET = ("preset", "out", "mixer", "data", "plan", "gpus", "gpu", "sharding")
+NOT_IN_PRESET = ("preset", "out", "mixer", "data", "text_column", "plan", "gpus", "gpu", "sharding")
 
 def train_from(
     options, # a TrainLM
@@ -418,7 +418,7 @@ def train_from(
         raise UsageError("--gpus, --gpu and --sharding belong to --plan; several GPUs train with "
                          "`accelerate launch --num_processes N -m longhorn_kit.cli train-lm ...`")
     else:
-        train_lm(options.preset, options.mixer, options.data, options.out, **overrides)
+        train_lm(options.preset, options.mixer, options.data, options.out, options.text_column, **overrides)
 
 # %% ../nbs/cli.ipynb #cli-048
 def plan_from(
@@ -440,7 +440,8 @@ class TrainLM:
     preset: str              # a name; an unknown one lists them all
     out: str | None = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # longhorn, longhorn_exact, mamba, attention, ...
-    data: str | None = None  # stdlib, a path or glob of text, or hf:NAME; by default the preset's
+    data: str | None = None  # stdlib, a path or glob of text, .jsonl or .parquet, or hf:NAME; by default the preset's
+    text_column: str = "text"     # name of the field with the text, in .jsonl, .parquet and hf:NAME
     steps: int | None = None      # optimiser steps
     batch_size: int | None = None # sequences a step
     context: int | None = None    # tokens a sequence

@@ -430,6 +430,28 @@ def test_train_then_generate(text, tmp_path, cache, capsys):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
 
 
+def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(40)))
+    words = tiny(tmp_path, tmp_path / "run", "--data", str(tmp_path / "a.jsonl"))
+    assert fails(capsys, words) == f"{tmp_path}/a.jsonl, line 1 has no column 'text' or 'content'; it has id, body"
+    assert not (tmp_path / "run").exists()
+    assert cli.main([*words, "--text-column", "body"]) == 0
+    index = json.loads(next((tmp_path / "cache").glob("*/index.json")).read_text())
+    assert index["train"]["documents"] == index["val"]["documents"] == 40
+    assert next((tmp_path / "cache").glob("*/train-00000.bin")).read_bytes().startswith(b"the cow says moo 0 times\n")
+    capsys.readouterr()
+    assert "column 'id' holds a value of type int, not text" in fails(capsys, [*words, "--text-column", "id"])
+    assert cli.main([*words, "--text-column", "body", "--plan"]) == 0
+
+
+def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} moo\n" * 99, "body": f"{i} baa\n" * 99}) + "\n" for i in range(20)))
+    words = tiny(tmp_path, tmp_path / "run", "--data", str(tmp_path / "a.jsonl"))
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    assert "holds a run on another text" in fails(capsys, [*words, "--text-column", "body"])
+
+
 @pytest.mark.parametrize("flags, code, says", [
     (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
     (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),

@@ -1,6 +1,8 @@
 import errno, fcntl, gzip, json, lzma, math, multiprocessing, os, signal, sys, time, types
 from collections import Counter
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
@@ -93,6 +95,162 @@ def test_missing_sources_are_refused(tmp_path, monkeypatch, source):
     with pytest.raises(FileNotFoundError, match="data source") as caught:
         prepare(source, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
+
+
+def json_lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def write_table(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, compress",
+    [
+        ("r.jsonl", bytes),
+        ("r.NDJSON", bytes),
+        ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
+        ("r.jsonl.gz", gzip.compress),
+        ("r.jsonl.xz", lzma.compress),
+        ("r.json.zst", zstandard.compress),
+        ("r.parquet", None),
+        ("hf:", bytes),
+    ],
+)
+def test_the_same_records_give_the_same_shards_whatever_holds_them(tmp_path, monkeypatch, name, compress):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
+    (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
+    path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
+    path.parent.mkdir()
+    written = [text.replace("\n", "\r\n") for text in texts]
+    if compress:
+        path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
+    else:
+        write_table(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
+    source = f"hf:{path.parent}" if name == "hf:" else str(path)
+    found = prepare(source, cache=tmp_path / "cache", shard_tokens=5000)
+    assert bytes_of(found) == bytes_of(prepare(str(tmp_path / "plain.txt"), cache=tmp_path / "cache", shard_tokens=5000))
+    assert found.index["train"]["documents"] + found.index["val"]["documents"] == 300
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("a.jsonl", json_lines({"text": "x"}, {"text": 7}), "line 2: column 'text' holds a value of type int, not text"),
+        ("a.jsonl", json_lines({"text": ["x"]}), "line 1: column 'text' holds a value of type list, not text"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not text: it holds a lone surrogate"),
+        ("a.jsonl", json_lines({"body": "x", "id": 7}), "line 1 has no column 'text' or 'content'; it has body, id"),
+        ("a.jsonl", json_lines({"text": "x"}, {"id": 7}), "line 2 has no column 'text' or 'content'; it has id"),
+        ("a.jsonl", json_lines({"text": "x"}, {}), "line 2 has no column .*; it has none"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', "line 3 is not a JSON record: Expecting ',' delimiter"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "line 2 is not a JSON record: 'utf-8'"),
+        ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
+        ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
+        ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\n \n", "is empty"),
+        ("a.jsonl", json_lines({"text": None}, {"text": " "}, {"text": "\0"}, {"text": "\ufeff"}), "is empty"),
+        ("a.jsonl.gz", gzip.compress(json_lines({"text": "x" * 9999}), mtime=0)[:-20], "cannot be decompressed"),
+        ("a.jsonl.gz", json_lines({"text": "x"}), "cannot be decompressed"),
+        ("a.parquet", b"", "cannot be read as parquet: .*0 bytes"),
+        ("a.parquet", b"plain text", "cannot be read as parquet: .*magic bytes"),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "cannot be read as parquet"),
+        ("a.parquet", {"text": pa.array([], pa.string())}, "is empty"),
+        ("a.parquet", {"body": ["x"], "id": [7]}, "has no column 'text' or 'content'; it has body, id"),
+        ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
+        ("a.parquet", {"text": [b"x", b"y"]}, "row 0: column 'text' holds a value of type bytes, not text"),
+        ("a.parquet", {"text": pa.array([b"\xe9"]).view(pa.string())}, "cannot be read as parquet: 'utf-8'"),
+        ("a.csv", b"id,text\n1,hello\n", "cannot be read as text"),
+        ("a.TSV", b"id\ttext\n1\thello\n", "cannot be read as text"),
+        ("a.csv.gz", gzip.compress(b"id,text\n1,hello\n", mtime=0), "cannot be read as text"),
+        ("a.tar.xz", lzma.compress(b"plain letters"), "cannot be read as text"),
+        *((f"a{end}", b"plain letters", "cannot be read as text") for end in (".arrow", ".bin", ".zip", ".npy")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_records_are_refused_in_one_line_that_names_file_and_place(tmp_path, name, content, says):
+    if isinstance(content, dict):
+        write_table(tmp_path / name, **content)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name},? {says}") as caught:
+        prepare(str(tmp_path / name), cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_damaged_page_of_a_parquet_file_is_one_line(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": documents(500)}), path, compression="none", use_dictionary=False)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + b"\xff" * 500 + data[700:])
+    with pytest.raises(ValueError, match=f"{path} cannot be read as parquet: ") as caught:
+        list(load_documents(str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_column_may_be_named_and_is_part_of_what_was_prepared(tmp_path):
+    rows = [{"text": f"one {i}", "body": f"two {i}"} for i in range(200)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(*rows))
+    write_table(tmp_path / "a.parquet", text=[row["text"] for row in rows], body=[row["body"] for row in rows])
+    found = {}
+    for name in ("a.jsonl", "a.parquet"):
+        for column in ("text", "body"):
+            assert [text for _, text in load_documents(str(tmp_path / name), column)] == [row[column] for row in rows]
+            found[name, column] = prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column=column)
+        with pytest.raises(ValueError, match=f"{name}.* has no column 'title'; it has text, body"):
+            prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column="title")
+    assert len({corpus.folder for corpus in found.values()}) == len({corpus.index["source_sha256"] for corpus in found.values()}) == 4
+    assert bytes_of(found["a.jsonl", "body"]) == bytes_of(found["a.parquet", "body"]) != bytes_of(found["a.jsonl", "text"])
+    (found["a.jsonl", "body"].folder / "val-00000.bin").unlink()
+    again = prepare(str(tmp_path / "a.jsonl"), cache=tmp_path / "cache", text_column="body", repair=True)
+    assert bytes_of(again) == bytes_of(found["a.parquet", "body"])
+    with pytest.raises(ValueError, match="plain.txt is plain text and has no column 'body'"):
+        prepare(write(tmp_path / "plain.txt"), cache=tmp_path / "cache", text_column="body")
+
+
+def test_records_without_text_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
+    texts = ["one", None, " \n", "t\0wo", "", "\ufeff"]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(*({"content": text} for text in texts)))
+    write_table(tmp_path / "a.parquet", content=texts)
+    fake_datasets(monkeypatch, lambda *args, **options: iter([{"content": text} for text in texts]))
+    for source in (str(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet"), "hf:owner/code"):
+        assert [text for _, text in load_documents(source)] == ["one", "two"]
+        assert capsys.readouterr().err.strip().endswith("4 of 6 records have no text and were skipped")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_an_interrupted_preparation_of_records_resumes_to_the_same_bytes(tmp_path, monkeypatch, name):
+    small_batches(monkeypatch, 20)
+    texts = [text for i, text in enumerate(documents(200)) for text in (text, None)[: 1 + (i % 9 == 0)]]
+    if name == "a.parquet":
+        source = write_table(tmp_path / name, body=texts)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(json_lines(*({"body": text} for text in texts))))
+        source = str(tmp_path / name)
+    options = {"shard_tokens": 1000, "text_column": "body"}
+    whole = prepare(source, cache=tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, cache=tmp_path / "cache", **options)
+    assert list((tmp_path / "cache").glob(".*.partial/journal.json"))
+    again = prepare(source, cache=tmp_path / "cache", **options)
+    assert bytes_of(again) == bytes_of(whole) and again.index == whole.index
+
+
+def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
+    random = np.random.default_rng(0)
+    texts = [random.bytes(10_000).hex() for _ in range(2000)]
+    pages = {"compression": "none", "use_dictionary": False, "write_batch_size": 16}  # small pages in one row group
+    pq.write_table(pa.table({"text": texts, "other": texts}), tmp_path / "a.parquet", **pages)
+    assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 1
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in load_documents(str(tmp_path / "a.parquet")):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert 0 < most < 10_000_000
 
 
 def fake_datasets(monkeypatch, load):

@@ -366,8 +366,9 @@ def check_same_model(
 def train_lm(
     preset: str,          # a key of `LM_PRESETS`
     mixer: str,           # a key of `MIXERS`
-    data: str | None,     # "stdlib", a path or glob of text files, or hf:NAME; None: the preset's
+    data: str | None,     # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
     out: str | Path,      # folder of the run
+    text_column: str = "text", # of the data, see `prepare`
     **overrides,          # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model as `longhorn train-lm` does, and say what came of it."
@@ -379,7 +380,7 @@ def train_lm(
     ours = source == chosen.data or "fraction" in overrides # the preset's share is chosen for its own text
     enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
     corpus = prepare(source, chosen.tokenizer, fraction=chosen.fraction if ours else HELD_OUT,
-                     tokens=enough if source.startswith("hf:") else None)
+                     tokens=enough if source.startswith("hf:") else None, text_column=text_column)
     model, result = fit(chosen, mixer, corpus, out)
     if not is_main_process():
         return result
