@@ -5,10 +5,10 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test lab sync outputs docs readme clean
+.PHONY: help install reproduce claims test test-slow test-gpu lab sync outputs docs readme clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv and install the kit (done by every command that needs it)
 
@@ -37,6 +37,12 @@ claims: $(STAMP) ## print the ledger: the paper's numbers, ours, the verdict
 
 test: $(STAMP) ## run every notebook, the tests, and the check that notebooks and package agree
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh
+
+test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several processes, compilers, many draws
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+
+test-gpu: ## run every test that needs a GPU with the Python that is found, and write tests/gpu.json
+	@$(PYTHON) tests/gpu.py
 
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs/index.ipynb

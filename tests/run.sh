@@ -18,4 +18,5 @@ for folder in nbs longhorn_kit; do
   diff -r -q -x __pycache__ -x .ipynb_checkpoints "$folder" "$copy/$folder" ||
     { echo "make test: $folder is out of step; run 'make sync' and commit the result"; exit 1; }
 done
+python tests/gpu.py --stale
 echo "all passed"
