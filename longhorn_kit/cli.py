@@ -405,9 +405,11 @@ def train_from(
 ):
     "Train with the preset's values, except where a flag was given; or say what that would take."
     from longhorn_kit.lab.language import LM_PRESETS, train_lm
+    from longhorn_kit.lab.training import together
     from longhorn_kit.models import MIXERS
-    known("preset", options.preset, LM_PRESETS)
-    known("mixer", options.mixer, MIXERS)
+    with together():
+        known("preset", options.preset, LM_PRESETS)
+        known("mixer", options.mixer, MIXERS)
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
     overrides = {name: value for name, value in given.items() if name not in NOT_IN_PRESET}
     if options.plan:

@@ -158,6 +158,17 @@ def test_second_ctrl_c_stops_at_once(tmp_path):
     assert checkpoints(tmp_path)[-1].name == "step-00000010"
 
 
+def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path):
+    "A cluster may send one to every process, and the launcher another."
+    def twice():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 13"):
+        run(tmp_path, Interrupting(13, twice))
+    assert checkpoints(tmp_path)[-1].name == "step-00000013"
+
+
 def test_a_finished_run_is_not_run_again(tmp_path, whole):
     run(tmp_path)
     again = run(tmp_path, Interrupting(1, failing(AssertionError("trained again"))), seed=5)
@@ -681,6 +692,63 @@ def test_two_processes_count_by_the_targets_that_they_have(tmp_path):
     config = dataclasses.replace(CONFIG, steps=20)
     alone = train(model, Masked(TOKENS, 8, 4, 0), VAL, config, quiet=True)["history"]
     same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
+
+
+REFUSED = """
+
+def other_checkpoint(run, *found):
+    see(run, *found)
+    run.checkpoint = run.checkpoint.with_name("step-00000010")
+
+see, own, folder = training.see_folder, os.environ["RANK"] == "1", Path(sys.argv[1])
+training.see_folder.__defaults__ = (0.3,)
+changed = np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)
+cases = dict(settings=dict(config=dataclasses.replace(config, log_every=5)), model=dict(model=Tiny(d=8)), text=dict(tokens=changed),
+             held_out=dict(val=VAL[:-1]), short=dict(tokens=TOKENS[:4]), folder=dict(folder=folder / "b" / "run"),
+             checkpoint=dict(folder=folder / "known"), busy=dict(folder=folder / "busy"), same=dict(same={"mixer": "longhorn"}))
+for name, case in cases.items():
+    common = dict(model=model, tokens=TOKENS, val=VAL, config=config, folder=folder / "a" / "run", same={"mixer": "mamba"})
+    ours = common | (case if own or name in ("checkpoint", "busy") else {})
+    training.see_folder = other_checkpoint if own and name == "checkpoint" else see
+    try:
+        train(ours["model"], ours["tokens"], ours["val"], ours["config"], ours["folder"], quiet=True, same=ours["same"])
+        print(name, "went on")
+    except ValueError as error:
+        print(name, error)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(tmp_path):
+    run(tmp_path / "known", config=dataclasses.replace(CONFIG, steps=20))
+    (tmp_path / "busy").mkdir()
+    files = lambda: {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    before = files()
+    with training.only_run_in(tmp_path / "busy"):
+        told = two_processes(REFUSED, tmp_path)[1]
+    assert files() == before
+    one, two = ([line.split(" ", 1) for line in text.splitlines()] for text in told)
+    host, says = socket.gethostname(), {
+        "settings": "log_every: 5; process 0", "model": "model: ", "text": "text: 2000 tokens ", "held_out": "held-out text: 203 tokens",
+        "short": "the text has 4 tokens", "folder": f"{tmp_path}/b/run on HOST is not the folder of process 0, {tmp_path}/a/run on HOST",
+        "checkpoint": "checkpoint: step-00000010 ", "busy": f"another process is training in {tmp_path}/busy", "same": "mixer: longhorn; "}
+    assert [name for name, _ in one] == [name for name, _ in two] == list(says)
+    for lines in (one, two):
+        assert all(says[name].replace("HOST", host) in line for name, line in lines)
+    differ = {"settings", "model", "text", "held_out", "checkpoint", "same"}
+    assert all(f"process 1 on {host} (folder {tmp_path}" in line for name, line in one + two if name in differ)
+    assert all(line.startswith(f"process 1 on {host}: ") for name, line in one if name in ("short", "folder"))
+
+
+def test_a_folder_that_a_start_has_made_and_not_used_is_removed(tmp_path):
+    (tmp_path / "there").mkdir()
+    for place in ("new/run", "there/run", "there"):
+        with training.only_run_in(tmp_path / place):
+            assert (tmp_path / place).is_dir()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+    with training.only_run_in(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "config.json").touch()
+    assert (tmp_path / "new" / "run" / "config.json").exists()
 
 
 def language_model(**options):

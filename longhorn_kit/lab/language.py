@@ -7,11 +7,12 @@ __all__ = ['LM_PRESETS', 'GPT2', 'OWT', 'SLIM', 'WITHOUT_TEXT', 'SETTINGS', 'SCA
            'BASELINES', 'LMPreset', 'find_preset', 'smooth', 'model_config', 'stretches', 'seen_windows', 'back_off',
            'count_grams', 'TrigramModel', 'xz_bits', 'baselines', 'override', 'new_model', 'save_lm', 'check_finite',
            'trained_tokenizer', 'check_vocabulary', 'fit', 'is_main_process', 'whole_model', 'check_same_model',
-           'train_lm', 'write_text', 'caches_at', 'cache_numbers', 'decode_times', 'LanguageConfig', 'grid',
-           'settings_for', 'run_model', 'summary', 'timed_decoding', 'run', 'run_all', 'run_apart', 'last_step',
-           'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
+           'notes_of', 'tokens_hash', 'train_lm', 'write_text', 'caches_at', 'cache_numbers', 'decode_times',
+           'LanguageConfig', 'grid', 'settings_for', 'run_model', 'summary', 'timed_decoding', 'run', 'run_all',
+           'run_apart', 'last_step', 'results_of', 'comparisons', 'verdict', 'figures', 'tables', 'samples']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
+import hashlib
 import importlib
 import json
 import lzma
@@ -30,7 +31,7 @@ from .data import HELD_OUT, Corpus, Sampler, prepare
 from .records import (
     atomic_file, check_same_settings, command_line, environment, one_thread, read_json,
     read_jsonl, side_by_side, to_plain, write_json)
-from .training import TrainConfig, train
+from .training import TrainConfig, make_accelerator, together, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters, fill_mlp, match_parameters
 from ..models.mixer import mixer_options
@@ -318,10 +319,14 @@ def fit(
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; goes on where an earlier run in the folder stopped."
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size)
-    check_same_model(folder, config, corpus.index.get("source_sha256"))
+    text = corpus.index.get("source_sha256")
+    with together():
+        if is_main_process():
+            check_same_model(folder, config, text)
     model = new_model(config, preset.train.seed)
     held_out = stretches(corpus.val, preset.held_out)
-    result = train(model, corpus.train, held_out, preset.train, folder, desc=mixer, quiet=quiet)
+    result = train(model, corpus.train, held_out, preset.train, folder, desc=mixer, quiet=quiet,
+                   same=config.to_dict() | {"prepared text": tokens_hash(corpus)}, beside=notes_of(config, text))
     model = whole_model(model)
     if is_main_process():
         save_lm(model, preset.tokenizer, Path(folder) / "model")
@@ -352,15 +357,27 @@ def check_same_model(
     config: LMConfig,   # of the model that wants to train there
     text: str | None = None, # sha256 of what it is to learn from
 ):
-    "Note the config in a new folder; ValueError when the folder holds a run of another model, or on another text."
+    "ValueError when the folder holds a run of another model, or on another text."
     path, source, ours = Path(folder) / "lm_config.json", Path(folder) / "text.json", to_plain(config.to_dict())
     if not path.exists() or not (Path(folder) / "config.json").exists(): # no run has begun here
-        write_json(path, ours)
-        write_json(source, {"sha256": text})
         return
     if text and source.exists() and read_json(source)["sha256"] not in (text, None):
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_json(path), ours, ("mixer", *ours)) # the mixer first: it decides much of the rest
+
+def notes_of(
+    config: LMConfig,
+    text: str | None = None, # sha256 of what the model learns from
+) -> dict:
+    "Return the files that `check_same_model` reads later: name -> content."
+    return {"lm_config.json": config.to_dict(), "text.json": {"sha256": text}}
+
+def tokens_hash(
+    corpus: Corpus,
+) -> str:
+    "Return a short hash of the prepared tokens of both parts; their folder does not matter."
+    shards = [shard["sha256"] for part in ("train", "val") for shard in corpus.index[part]["shards"]]
+    return hashlib.sha256(" ".join(shards).encode()).hexdigest()[:12]
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-043
 def train_lm(
@@ -372,15 +389,17 @@ def train_lm(
     **overrides,          # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model as `longhorn train-lm` does, and say what came of it."
-    chosen = override(find_preset(preset), **overrides)
-    mixer_options(mixer) # an unknown mixer is told before the text is prepared
-    if data is None and preset in WITHOUT_TEXT:
-        raise ValueError(f"preset {preset} brings no text; give it with --data")
-    source, recipe = chosen.data if data is None else data, chosen.train
-    ours = source == chosen.data or "fraction" in overrides # the preset's share is chosen for its own text
-    enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
-    corpus = prepare(source, chosen.tokenizer, fraction=chosen.fraction if ours else HELD_OUT,
-                     tokens=enough if source.startswith("hf:") else None, text_column=text_column)
+    with together():
+        chosen = override(find_preset(preset), **overrides)
+        mixer_options(mixer) # an unknown mixer is told before the text is prepared
+        if data is None and preset in WITHOUT_TEXT:
+            raise ValueError(f"preset {preset} brings no text; give it with --data")
+        source, recipe = chosen.data if data is None else data, chosen.train
+        ours = source == chosen.data or "fraction" in overrides # the preset's share is chosen for its own text
+        enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
+        corpus = prepare(source, chosen.tokenizer, fraction=chosen.fraction if ours else HELD_OUT,
+                         tokens=enough if source.startswith("hf:") else None, text_column=text_column)
+        make_accelerator(recipe) # the processes meet
     model, result = fit(chosen, mixer, corpus, out)
     if not is_main_process():
         return result

@@ -32,7 +32,7 @@ import torch
 from . import claims
 from .data import Corpus, file_documents, matching_files, prepare
 from .language import (
-    LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, save_lm)
+    LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, notes_of, save_lm)
 from .mqar_grid import (
     Results, Turns, busy, gpu_load, key_of, machine_of, made_on, seconds_before, visible_gpus)
 from .records import (
@@ -180,7 +180,8 @@ def one_run(
     model, test = new_model(config, seed), held_out_losses(texts, preset.train)
     told = {"model": config.to_dict(), "parameters": count_parameters(config)}
     try:
-        found = train(model, texts.corpus.train, test, preset.train, place, desc=f"{mixer}, seed {seed}")
+        found = train(model, texts.corpus.train, test, preset.train, place, desc=f"{mixer}, seed {seed}",
+                      beside=notes_of(config))
     except TrainingDiverged as error:
         return told | {"diverged": str(error).split(";")[0]}
     save_lm(model, texts.corpus.tokenizer.name, place / "model")

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['NO_DECAY', 'MAY_CHANGE', 'LOST', 'TrainConfig', 'learning_rate', 'decays', 'parameter_groups', 'windows',
            'own_random_state', 'evaluate', 'loss_of', 'softmax_gap', 'SlicedLoss', 'sliced_loss', 'LossOnly',
-           'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'part_weights', 'train_step',
-           'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
+           'compile_blocks', 'make_accelerator', 'keep_float32', 'Run', 'next_batch', 'read_later', 'part_weights',
+           'train_step', 'TrainingDiverged', 'flush', 'write_lines', 'diverged_message', 'checkpoints', 'file_hashes',
            'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume', 'check_folder', 'engine', 'scan_of',
-           'record_attempt', 'noted_stop', 'anyone', 'validated', 'train_loop', 'WorkerLost', 'about_peers',
-           'peers_watched', 'make_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
+           'record_attempt', 'noted_stop', 'validated', 'train_loop', 'WorkerLost', 'about_peers', 'peers_watched',
+           'gathered', 'together', 'take_folder', 'see_folder', 'fingerprint', 'facts_of', 'check_alike', 'make_run',
+           'fill_run', 'make_parts', 'make_validate', 'only_run_in', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
-import dataclasses, hashlib, math, os, shutil, signal, sys, threading, time, warnings
-from contextlib import contextmanager, nullcontext
+import dataclasses, hashlib, math, os, shutil, signal, socket, sys, threading, time, uuid, warnings
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,12 +291,14 @@ class Run:
     "A training run in progress."
     config: TrainConfig
     accelerator: object
-    model: nn.Module           # prepared by the accelerator, returns the loss
-    optimizer: object          # prepared AdamW
-    sampler: object            # next_batch, state_dict, load_state_dict
-    validate: object           # model -> dict of metrics
-    folder: Path | None        # where it is recorded; None: nowhere
+    folder: Path | None = None # where it is recorded; None: nowhere
+    model: nn.Module = None    # prepared by the accelerator, returns the loss
+    optimizer: object = None   # prepared AdamW
+    sampler: object = None     # next_batch, state_dict, load_state_dict
+    validate: object = None    # model -> dict of metrics
     vocab_size: int | None = None # of the model, if it has one
+    known: dict | None = None  # config.json of the attempts before
+    checkpoint: Path | None = None # to resume from
     step: int = 0              # optimiser steps done
     seconds: float = 0.0       # spent training, over all attempts
     resumed_from: int | None = None
@@ -323,25 +326,40 @@ def next_batch(
     return [part.contiguous().pin_memory().to(device, non_blocking=True) for part in batch]
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-040
+def read_later(
+    numbers, # tensor
+):
+    "Return a function that returns the numbers as a list; on a GPU it waits for no work that is queued later."
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copy, ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    ready.record()
+    return lambda: ready.synchronize() or copy.tolist()
+
 def part_weights(
     parts,       # targets (b,T) of each part of a step; -100 is left out
     accelerator, # of the run
+    votes=(),    # numbers of this process
 ):
-    "What the mean loss of each part counts (parts,), 1 on average: its share of all processes' targets."
+    """Return the weight of each part's mean loss (parts,), 1 on average: its share of all processes' targets.
+
+    Also returns a function: the votes, summed over all processes by the same reduction."""
     counts = torch.stack([(targets != -100).sum() for targets in parts]).float()
-    total = accelerator.reduce(counts.sum(), "sum") # a tensor: nothing waits for the device
-    return counts * (len(parts) * accelerator.num_processes) / total.clamp(min=1)
+    mine = torch.stack([counts.sum(), *(counts.new_full((), vote) for vote in votes)])
+    total = accelerator.reduce(mine, "sum") # a tensor: nothing waits for the device
+    return counts * (len(parts) * accelerator.num_processes) / total[0].clamp(min=1), read_later(total[1:])
 
 def train_step(
-    run, # Run
+    run,      # Run
+    votes=(), # numbers of this process
 ):
-    "One optimiser step; its metrics go to `run.pending`."
+    "One optimiser step; its metrics go to `run.pending`. Returns a function: the sums of the votes."
     config, accelerator, losses, norm = run.config, run.accelerator, [], None
     rate = learning_rate(run.step + 1, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     batches = [next_batch(run) for _ in range(config.accumulate)]
-    weights = part_weights([targets for _, targets in batches], accelerator)
+    weights, heard = part_weights([targets for _, targets in batches], accelerator, votes)
     for (inputs, targets), weight in zip(batches, weights):
         with accelerator.accumulate(run.model):
             loss = run.model(inputs, targets)
@@ -355,6 +373,8 @@ def train_step(
     run.step += 1
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm # of sharded gradients
     run.pending.append((run.step, rate, torch.stack(losses).mean(), norm))
+    return heard
+
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-042
 class TrainingDiverged(RuntimeError):
@@ -501,17 +521,15 @@ def latest_checkpoint(
 def resume(
     run, # a Run at step 0
 ):
-    "Take the run to its newest undamaged checkpoint, if it has one."
-    path, about, warnings = latest_checkpoint(run.folder)
-    for warning in warnings if run.accelerator.is_main_process else []:
-        print(f"longhorn: warning: {warning}", file=sys.stderr)
-    if path is None:
+    "Take the run to its checkpoint, if it has one."
+    if run.checkpoint is None:
         return
+    about = read_json(run.checkpoint / "checkpoint.json")
     try:
-        run.accelerator.load_state(path)
+        run.accelerator.load_state(run.checkpoint)
     except (RuntimeError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise ValueError(f"checkpoint {path} does not fit this model: {reason}") from error
+        raise ValueError(f"checkpoint {run.checkpoint} does not fit this model: {reason}") from error
     run.accelerator.step = 0 # parts of a step, which is complete
     run.sampler.load_state_dict(about["sampler"])
     run.step, run.seconds, run.resumed_from = about["step"], about["seconds"], about["step"]
@@ -520,6 +538,7 @@ def resume(
     if len(run.history) != run.step:
         raise ValueError(f"{run.folder / 'metrics.jsonl'} does not have every step up to {run.step}; "
                          f"delete the folder {run.folder} to begin again")
+
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-055
 MAY_CHANGE = {"eval_every", "log_every", "save_every", "save_seconds", "keep", "accumulate", "cpu",
@@ -557,8 +576,8 @@ def scan_of(
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-057
 def record_attempt(
-    run,   # Run, resumed if it could be
-    known, # from `check_folder`
+    run,    # Run, resumed if it could be
+    beside, # JSON files of a new run: name -> content
 ):
     "Write config.json with this attempt, and metrics.jsonl without the lines after the checkpoint."
     if run.accelerator.is_main_process:
@@ -566,19 +585,21 @@ def record_attempt(
                    "environment": environment()}
         parameters = sum(p.numel() for p in run.model.parameters())
         record = {"config": run.config, "parameters": parameters}
-        record["attempts"] = (known["attempts"] if known else []) + [attempt]
+        record["attempts"] = (run.known["attempts"] if run.known else []) + [attempt]
+        for name, content in beside.items() if not run.known else ():
+            write_json(run.folder / name, content)
         write_json(run.folder / "config.json", record)
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-059
 @contextmanager
 def noted_stop():
-    "Inside, the first SIGINT or SIGTERM only sets `.name` of what is yielded; the second interrupts."
+    "Context manager: SIGINT and SIGTERM only set `.name` of the yielded object; a later SIGINT interrupts."
     stop = SimpleNamespace(name=None)
     def note(number, frame):
-        if stop.name:
+        if stop.name and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.name = signal.Signals(number).name
+        stop.name = stop.name or signal.Signals(number).name
     main = threading.current_thread() is threading.main_thread() # only there handlers can be set
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, note) for number in numbers}
@@ -587,17 +608,6 @@ def noted_stop():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-# %% ../../nbs/lab/31_training.ipynb #31_training-060
-def anyone(
-    run,  # Run
-    wish, # bool of this process
-):
-    "Whether any process wishes it."
-    if run.accelerator.num_processes == 1:
-        return bool(wish)
-    votes = torch.tensor(float(bool(wish)), device=run.accelerator.device)
-    return bool(run.accelerator.reduce(votes, "sum") > 0)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-062
 def validated(
@@ -619,8 +629,10 @@ def train_loop(
 ):
     "Take the remaining steps: train, evaluate, report, save."
     config, run.clock, run.saved = run.config, time.monotonic(), time.monotonic()
+    alone = run.accelerator.num_processes == 1
+    wishes = lambda: (stop.name is not None, time.monotonic() - run.saved > config.save_seconds)
     while run.step < config.steps:
-        train_step(run)
+        heard = train_step(run, () if alone else wishes())
         last = run.step == config.steps
         evaluates = last or run.step % config.eval_every == 0
         pause = evaluates or run.step % config.log_every == 0
@@ -628,16 +640,15 @@ def train_loop(
             flush(run, **(validated(run) if evaluates else {}))
             bar.set_postfix(loss=run.history[-1]["loss"])
         bar.update()
-        halt = anyone(run, stop.name) if pause or run.accelerator.num_processes == 1 else False
-        late = pause and anyone(run, time.monotonic() - run.saved > config.save_seconds)
+        halt, late = wishes() if alone else heard()
         due = config.save_every > 0 and run.step % config.save_every == 0
-        if run.folder and (last or halt or late or due):
+        if run.folder and (last or halt or due or late and pause):
             flush(run)
             save_checkpoint(run)
             run.clock = time.monotonic()
         if halt and not last:
             kept = f"{run.folder} has the checkpoint, the same call goes on from there"
-            raise KeyboardInterrupt(f"stopped by {stop.name} after step {run.step}; "
+            raise KeyboardInterrupt(f"stopped by {stop.name or 'another process'} after step {run.step}; "
                                     f"{kept if run.folder else 'nothing was kept'}")
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-065
@@ -672,25 +683,151 @@ def peers_watched(
                          f"{run.step} ({told[:120]}); start the same command again, it goes on from "
                          f"{good[0] if good else 'the beginning'}") from error
 
+# %% ../../nbs/lab/31_training.ipynb #31_training-065b
+def gathered(
+    mine, # of this process; can be pickled
+):
+    "Return what every process has handed in, as a list in the order of their ranks."
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1: # set by every launcher
+        return [mine]
+    if not torch.distributed.is_initialized():
+        make_accelerator(TrainConfig())
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found
+
+@contextmanager
+def together():
+    """Context manager that raises an error of one process in all of them, so that none waits for it.
+
+    Yields a list to fill; afterwards the list has the items of all processes, in the order of their ranks."""
+    items, error = [], None
+    try:
+        yield items
+    except Exception as problem:
+        error = problem
+    told = " ".join(str(error).split()) or type(error).__name__
+    found = gathered((items, error and f"{socket.gethostname()}: {told}"))
+    if error:
+        raise error
+    for rank, (_, line) in enumerate(found):
+        if line:
+            raise ValueError(f"process {rank} on {line}")
+    items[:] = [item for part, _ in found for item in part]
+
+
+# %% ../../nbs/lab/31_training.ipynb #31_training-065c
+def take_folder(
+    run,   # Run of the main process
+    held,  # ExitStack that ends with the run
+    brief, # ExitStack that ends with its start
+):
+    "Lock the run's folder and find its checkpoint; returns the path of a file that only this start writes."
+    held.enter_context(only_run_in(run.folder))
+    run.known = check_folder(run.folder, run.config)
+    run.checkpoint, _, warnings = latest_checkpoint(run.folder)
+    for warning in warnings:
+        print(f"longhorn: warning: {warning}", file=sys.stderr)
+    probe = run.folder.absolute() / f".start-{uuid.uuid4().hex}"
+    brief.callback(probe.unlink, missing_ok=True)
+    probe.touch()
+    return probe
+
+def see_folder(
+    run,        # Run of any process
+    host,       # of the main process
+    probe,      # from its `take_folder`
+    checkpoint, # its name, or None
+    wait=5.0,   # seconds; a shared file system can be late
+):
+    "Take over the choice of the main process; ValueError if this process sees another folder."
+    folder, until = run.folder.absolute(), time.monotonic() + wait
+    while not (folder / probe.name).exists():
+        if time.monotonic() > until:
+            raise ValueError(f"{folder} on {socket.gethostname()} is not the folder of process 0, {probe.parent} on {host}; "
+                             "name a folder that every machine sees, such as one on a shared disk")
+        time.sleep(0.1)
+    run.checkpoint = checkpoint and run.folder / "checkpoints" / checkpoint
+
+
+# %% ../../nbs/lab/31_training.ipynb #31_training-065d
+def fingerprint(
+    tokens, # (M,) token ids; None, or what has no length
+):
+    "Return the length of a text and a hash of 64 places in it; None for no text."
+    if not hasattr(tokens, "__len__"):
+        return None
+    places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
+    digest = hashlib.sha256(b"".join(np.asarray(tokens[at:at + 1024]).tobytes() for at in places))
+    return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
+
+def facts_of(
+    run,        # Run
+    val_tokens, # as for `train`
+    same,       # more facts, by name
+):
+    "Collect by name the facts that have to be equal in all processes."
+    short = lambda data: hashlib.sha256(data).hexdigest()[:12]
+    shapes = [(name, *p.shape) for name, p in run.model.named_parameters()]
+    about = run.checkpoint and run.checkpoint / "checkpoint.json"
+    return {**to_plain(run.config), **same, "folder": bool(run.folder), "model": short(repr(shapes).encode()),
+            "text": fingerprint(getattr(run.sampler, "tokens", None)), "held-out text": fingerprint(val_tokens),
+            "checkpoint": about and f"{run.checkpoint.name} {short(about.read_bytes())}"}
+
+def check_alike(
+    starts, # (host, folder, facts) of every process
+):
+    "ValueError that names the first process whose facts are not those of process 0."
+    host, folder, first = starts[0]
+    for rank, (there, place, facts) in enumerate(starts):
+        for name, value in facts.items():
+            if value != first[name]:
+                raise ValueError(f"process {rank} on {there} (folder {place}) has {name}: {value}; process 0 on {host} (folder {folder}) "
+                                 f"has {name}: {first[name]}; start every process with the same command on the same text")
+
+
 # %% ../../nbs/lab/31_training.ipynb #31_training-067
 def make_run(
-    model, train_tokens, val_tokens, config, folder, # as for `train`
+    model, train_tokens, val_tokens, config, folder, same=None, # as for `train`
+    held=None, # ExitStack that ends with the run; for a run with a folder
 ):
-    "A `Run` at step 0."
-    accelerator = make_accelerator(config)
+    """Return a `Run` that can be resumed and on which all processes agree.
+
+    Else ValueError in all processes, and nothing is left behind."""
+    run = Run(config, make_accelerator(config), Path(folder) if folder else None)
+    with peers_watched(run), ExitStack() as brief:
+        with together() as found:
+            fill_run(run, model, train_tokens, val_tokens)
+            if run.accelerator.is_main_process and run.folder:
+                probe = take_folder(run, held, brief)
+                found.append((socket.gethostname(), probe, run.checkpoint and run.checkpoint.name))
+        if run.accelerator.num_processes > 1:
+            with together() as starts:
+                if run.folder and found:
+                    see_folder(run, *found[0])
+                starts.append((socket.gethostname(), run.folder and run.folder.absolute(), facts_of(run, val_tokens, same or {})))
+            check_alike(starts)
+        run.model, run.optimizer = run.accelerator.prepare(run.model, run.optimizer)
+    return run
+
+def fill_run(
+    run, # Run with config and accelerator
+    model, train_tokens, val_tokens, # as for `train`
+):
+    "Make the parts of a run; the accelerator has still to prepare them."
+    config, accelerator = run.config, run.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     rows, rest = divmod(config.batch_size, world * config.accumulate)
     if rest:
         raise ValueError(f"batch_size={config.batch_size} cannot be shared by {world} processes "
                          f"with accumulate={config.accumulate}")
-    sampler = train_tokens
-    if not hasattr(sampler, "next_batch"):
-        sampler = Sampler(train_tokens, config.context, rows, config.seed, rank, world)
-    wrapped, optimizer = accelerator.prepare(*make_parts(model, config, accelerator.device))
-    validate = make_validate(val_tokens, config.context, rows, accelerator)
-    known, folder = getattr(model, "config", None), Path(folder) if folder else None
-    return Run(config, accelerator, wrapped, optimizer, sampler, validate, folder,
-               getattr(known, "vocab_size", None))
+    run.sampler = train_tokens
+    if not hasattr(train_tokens, "next_batch"):
+        run.sampler = Sampler(train_tokens, config.context, rows, config.seed, rank, world)
+    run.model, run.optimizer = make_parts(model, config, accelerator.device)
+    run.validate = make_validate(val_tokens, config.context, rows, accelerator)
+    run.vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-068
 def make_parts(
@@ -727,8 +864,10 @@ def make_validate(
 def only_run_in(
     folder, # of a run, or None
 ):
-    "Inside, no other process of this machine trains in the folder; ValueError if one does."
-    handle = None
+    """Context manager in which no other process of this machine trains in the folder; ValueError if one does.
+
+    Makes a missing folder, and removes it if it is still empty at the end."""
+    handle, made = None, [place for place in (folder, *folder.parents) if not place.exists()] if folder else []
     if folder and os.name != "nt": # Windows has no such locks
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -740,6 +879,9 @@ def only_run_in(
     try:
         yield
     finally:
+        for place in made:
+            with suppress(OSError): # it is not empty
+                place.rmdir()
         if handle is not None:
             os.close(handle)
 
@@ -751,25 +893,28 @@ def train(
     folder=None,  # for metrics, config and checkpoints; a run found there is resumed; None: keep nothing
     desc="training", # name of the progress bar
     quiet=False,  # no progress
+    same=None,    # more that has to be equal in all processes: name -> value
+    beside=None,  # JSON files to write beside config.json in a new run: name -> content
 ):
     """Train, resuming by itself, and return a dict: loss, last evaluation, seconds, history.
 
     Raises TrainingDiverged, WorkerLost, KeyboardInterrupt after ctrl-C, ValueError or OSError,
     each with one line."""
-    run, mode = make_run(model, train_tokens, val_tokens, config, folder), model.training
-    main, rank = run.accelerator.is_main_process, run.accelerator.process_index
-    alone = only_run_in(run.folder if main else None)
-    with own_random_state(config.seed + rank), noted_stop() as stop, alone, peers_watched(run):
-        if run.folder:
-            known = check_folder(run.folder, config)
-            resume(run)
-            run.accelerator.wait_for_everyone()
-            record_attempt(run, known)
-        model.train()
-        with progress(config.steps, desc, disable=quiet or not main, initial=run.step) as bar:
-            train_loop(run, stop, bar)
-        model.train(mode)
-    return summary(run)
+    mode = model.training
+    with ExitStack() as held:
+        run = make_run(model, train_tokens, val_tokens, config, folder, same, held)
+        main, rank = run.accelerator.is_main_process, run.accelerator.process_index
+        with own_random_state(config.seed + rank), noted_stop() as stop, peers_watched(run):
+            if run.folder:
+                resume(run)
+                run.accelerator.wait_for_everyone()
+                record_attempt(run, beside or {})
+            model.train()
+            with progress(config.steps, desc, disable=quiet or not main, initial=run.step) as bar:
+                train_loop(run, stop, bar)
+            model.train(mode)
+        return summary(run)
+
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-071
 def summary(
