@@ -228,7 +228,8 @@ def calls(case, seed):
     spacing = triton_op._spacing(case.checkpoint, case.N)
     with path(case.path):
         kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"], spacing)
-    values = a | dict(cu_seqlens=cu, form=case.form, checkpoint_every=spacing, save=True, kernels="", dout=dout, dfinal=dlast)
+    values = a | dict(cu_seqlens=cu, form=case.form, checkpoint_every=spacing, save=True, kernels="", checked=True, dout=dout,
+                      dfinal=dlast)
     forward = operator("scan", values)
     with path(case.path):
         values["ckpt"] = forward()[2]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .op import (
-    check_choice, check_cu_seqlens, check_tensor, kernel_obstacle, run_sequences, transformed, wants_gradient)
+    check_choice, check_cu_seqlens, check_tensor, kernel_obstacle, run_sequences, traced, transformed, wants_gradient)
 from .reference import no_autocast
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
@@ -111,7 +111,8 @@ def causal_conv1d(
         if cu_seqlens is not None and cu_seqlens.device != x.device:
             raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
         from longhorn_kit.scan.triton_conv import triton_conv
-        y, final = triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, output_final_state, twice)
+        y, final = triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, output_final_state, twice,
+                               cu_seqlens is None or not traced())
         return (y, final) if output_final_state else y
     if lengths is None:
         y, final = torch_conv(x, weight, bias, initial_state, activation)

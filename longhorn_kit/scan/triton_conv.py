@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .chunked import in_range
-from .op import traced
 from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows, clear_outside, on_its_device
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
@@ -467,12 +466,14 @@ class _Twice(torch.autograd.Function):
         return _gradients(ctx, dy, dlast, also)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-035
-def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False):
-    "`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None)."
+def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True):
+    """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
+
+    Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
     # by name, not `_short_conv`: where a notebook and the package both define the operation, the last one is valid
     conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, cu_seqlens is None or not traced())
+    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, checked)
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-036
