@@ -65,7 +65,8 @@ def spread(names, known, n):
     groups = collections.defaultdict(list)
     for name in names:
         groups[group(name)].append(name)
-    cost = lambda g: known.get(g, 1.0) * len(groups[g])
+    guess = lambda g: 15.0 if g == "big" else 6.0 if "portable" in g or "exact" in g else 2.0   # what takes the compiler longest
+    cost = lambda g: known.get(g, guess(g)) * len(groups[g])
     shares, load = [[] for _ in range(n)], [0.0] * n
     for g in sorted(groups, key=lambda g: (g != "big", -cost(g))):
         least = min(range(n), key=load.__getitem__)
