@@ -2,6 +2,7 @@
 
 import dataclasses, errno, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -529,6 +530,15 @@ def test_parts_count_by_the_targets_that_they_have(chunk):
         sampler = Masked(TOKENS, config.context, config.batch_size // accumulate, config.seed)
         return [line["loss"] for line in train(language_model(), sampler, None, config, quiet=True)["history"]]
     assert np.allclose(losses(1), losses(4), rtol=1e-4)
+
+
+@pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
+def test_votes_ride_on_the_count_of_targets(votes):
+    "1,023 processes of 2**20 targets each: neither the shares of the parts nor the votes spill over."
+    parts = [torch.zeros(1024, 768, dtype=torch.int64), torch.zeros(1024, 256, dtype=torch.int64)]
+    many = SimpleNamespace(num_processes=1023, reduce=lambda mine, how: mine * 1023)
+    weights, heard = training.part_weights(parts, many, votes)
+    assert weights.tolist() == [1.5, 0.5] and heard() == [1023 * vote for vote in votes]
 
 
 class Sparse(Sampler):
