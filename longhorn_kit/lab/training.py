@@ -305,6 +305,8 @@ class Run:
     resumed_from: int | None = None
     pending: list = field(default_factory=list) # metrics still on the device
     history: list = field(default_factory=list) # metrics written
+    votes: tuple = ()          # of this process, for the next step
+    heard: object = None       # function: how many processes cast each vote in the latest step
     clock: float = 0.0         # when the pending steps began
     saved: float = 0.0         # when the last checkpoint was made
 
@@ -356,16 +358,15 @@ def part_weights(
     return counts.float() * (len(parts) * accelerator.num_processes) / targets, heard
 
 def train_step(
-    run,      # Run
-    votes=(), # as for `part_weights`
+    run, # Run
 ):
-    "Take one optimiser step; its metrics go to `run.pending`. Returns a function: how many processes cast each vote."
+    "Take one optimiser step; its metrics go to `run.pending`, and `run.heard` can tell the votes."
     config, accelerator, losses, norm = run.config, run.accelerator, [], None
     rate = learning_rate(run.step + 1, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     batches = [next_batch(run) for _ in range(config.accumulate)]
-    weights, heard = part_weights([targets for _, targets in batches], accelerator, votes)
+    weights, run.heard = part_weights([targets for _, targets in batches], accelerator, run.votes)
     for (inputs, targets), weight in zip(batches, weights):
         with accelerator.accumulate(run.model):
             loss = run.model(inputs, targets)
@@ -379,8 +380,6 @@ def train_step(
     run.step += 1
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm # of sharded gradients
     run.pending.append((run.step, rate, torch.stack(losses).mean(), norm))
-    return heard
-
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-042
 class TrainingDiverged(RuntimeError):
@@ -545,7 +544,6 @@ def resume(
         raise ValueError(f"{run.folder / 'metrics.jsonl'} does not have every step up to {run.step}; "
                          f"delete the folder {run.folder} to begin again")
 
-
 # %% ../../nbs/lab/31_training.ipynb #31_training-055
 MAY_CHANGE = {"eval_every", "log_every", "save_every", "save_seconds", "keep", "accumulate", "cpu",
               "compile", "loss_chunk"}
@@ -638,7 +636,8 @@ def train_loop(
     alone = run.accelerator.num_processes == 1
     wishes = lambda: (stop.name is not None, time.monotonic() - run.saved > config.save_seconds)
     while run.step < config.steps:
-        heard = train_step(run, () if alone else wishes())
+        run.votes = () if alone else wishes()
+        train_step(run)
         last = run.step == config.steps
         evaluates = last or run.step % config.eval_every == 0
         pause = evaluates or run.step % config.log_every == 0
@@ -646,7 +645,7 @@ def train_loop(
             flush(run, **(validated(run) if evaluates else {}))
             bar.set_postfix(loss=run.history[-1]["loss"])
         bar.update()
-        halt, late = wishes() if alone else heard()
+        halt, late = wishes() if alone else run.heard()
         due = config.save_every > 0 and run.step % config.save_every == 0
         if run.folder and (last or halt or due or late and pause):
             flush(run)
@@ -721,7 +720,6 @@ def together():
             raise ValueError(f"process {rank} on {line}")
     items[:] = [item for part, _ in found for item in part]
 
-
 # %% ../../nbs/lab/31_training.ipynb #31_training-065c
 def take_folder(
     run,   # Run of the main process
@@ -754,7 +752,6 @@ def see_folder(
                              "name a folder that every machine sees, such as one on a shared disk")
         time.sleep(0.1)
     run.checkpoint = checkpoint and run.folder / "checkpoints" / checkpoint
-
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-065d
 def fingerprint(
@@ -790,7 +787,6 @@ def check_alike(
             if value != first[name]:
                 raise ValueError(f"process {rank} on {there} (folder {place}) has {name}: {value}; process 0 on {host} (folder {folder}) "
                                  f"has {name}: {first[name]}; start every process with the same command on the same text")
-
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-067
 def make_run(
@@ -834,7 +830,6 @@ def fill_run(
     run.validate = make_validate(val_tokens, config.context, rows, accelerator)
     run.vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
 
-
 # %% ../../nbs/lab/31_training.ipynb #31_training-068
 def make_parts(
     model,  # to train
@@ -874,8 +869,9 @@ def only_run_in(
 
     Makes a missing folder, and removes it if it is still empty at the end."""
     handle, made = None, [place for place in (folder, *folder.parents) if not place.exists()] if folder else []
-    if folder and os.name != "nt": # Windows has no such locks
+    if folder:
         folder.mkdir(parents=True, exist_ok=True)
+    if folder and os.name != "nt": # Windows has no such locks
         try:
             handle = locked(folder, wait=False)
         except BlockingIOError:
@@ -920,7 +916,6 @@ def train(
                 train_loop(run, stop, bar)
             model.train(mode)
         return summary(run)
-
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-071
 def summary(
