@@ -729,12 +729,12 @@ def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks
         child.join(60)
     found = {results.get() for _ in children}
     assert found == {True} if ranks else found <= {True, "refused"}  # two separate runs may stop each other
-    for _ in range(2):  # the first start may find what they left damaged, and removes it
+    for repair in (False, False, True):  # what they left damaged is refused, and removed or made again
         try:
-            again = prepare(source, cache=tmp_path / "cache", **options)
-        except (OSError, ValueError):
-            continue
-        break
+            again = prepare(source, cache=tmp_path / "cache", repair=repair, **options)
+            break
+        except ValueError as error:
+            assert "start this preparation again" in str(error) or "repair=True" in str(error)
     assert bytes_of(again) == whole
 
 
