@@ -451,14 +451,14 @@ def in_range(
     cu_seqlens: Tensor, # (n+1,) integers
     T: int,             # rows of the batch
 ) -> Tensor:            # (n+1,)
-    "The bounds themselves if they are right; others are moved until no sequence leaves the rows or has a negative length."
+    "Return the bounds, moved if they are wrong until no sequence leaves the rows or has a negative length."
     return cu_seqlens.clamp(0, T).cummax(0).values
 
 def outside(
     cu_seqlens: Tensor, # (n+1,) bounds that are in range
     T: int,             # rows of the batch
 ) -> Tensor:            # (T,1) bool
-    "Which rows belong to no sequence."
+    "Return which rows belong to no sequence."
     rows = torch.arange(T, device=cu_seqlens.device)[:, None]
     return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
 

@@ -100,7 +100,7 @@ _READ = WeakIdKeyDictionary() # bounds that were read: their version then, and t
 def read_bounds(
     cu_seqlens: Tensor, # (n+1,) integers
 ) -> list:
-    "Its values. The host waits for the GPU only at the first call with a tensor, and after the tensor was changed in place."
+    "Return its values. The host waits for the GPU only at the first call with a tensor and after a change of it in place."
     version = None if cu_seqlens.is_inference() else cu_seqlens._version # a tensor of inference mode counts no changes
     known = _READ.get(cu_seqlens)
     if version is None or known is None or known[0] != version:
