@@ -137,6 +137,7 @@ def launches(aot):
     "(case, launches, number of sequences, rows of a sequence): far more elements than 2^31, blocks x rows too."
     import torch
     from longhorn_kit.scan.triton_conv import conv_backward, conv_forward
+    from longhorn_kit.scan.triton_portable import clear_outside
     from longhorn_kit.scan.triton_step import launch_step
 
     wide, long, packed = dict(B=2048, T=8192, D=8192), dict(B=1, T=2**26, D=2048), dict(B=1, T=2**24, D=8192, packed=8)
@@ -151,7 +152,8 @@ def launches(aot):
         cu = new(9, like=torch.int32) if "packed" in shape else None
         state = new(sequences, shape["D"], 3)
         yield f"convolution {name}", aot.record(lambda: (conv_forward(x, w, None, state, cu, True, True),
-                                                         conv_backward(x, state, x, w, None, state, cu, True))), sequences, T
+                                                         conv_backward(x, state, x, w, None, state, cu, True),
+                                                         cu is not None and clear_outside(cu, x))), sequences, T
     B, D, N = 2**18, 8192, 16
     rows = [new(B, n) for n in (N, N, D, D)]
     yield "step", aot.record(lambda: launch_step("exact", *rows, None, *[new(B, D, N, like=torch.float32)] * 2, None, None, rows[2])), B, 1

@@ -278,7 +278,7 @@ def _gradients(ctx, dout, dfinal, _):
     backward = torch.ops.longhorn_kit.scan_backward.default
     grads = backward(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every, *ctx.rest[1:])
     grads = [None if t is None else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
-    return (*grads, *[None] * (5 + len(ctx.rest)))
+    return (*grads, *[None] * (4 + len(ctx.rest)))
 
 
 register_autograd(_scan, _gradients, setup_context=_setup)
