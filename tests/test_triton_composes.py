@@ -328,6 +328,19 @@ def test_second_derivative_is_refused_in_words(path):
 
 # ---- graphs and sharding
 
+def captured(run):
+    "A CUDA graph of a call that has run before, and what it returned while it was recorded."
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
 @both_paths
 @pytest.mark.cuda
 @pytest.mark.parametrize("bounds", (None, (0, 50, 128)))
@@ -342,14 +355,7 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
         grads = gradients(outputs, (dout, dfinal), a)
         return [t.detach() for t in outputs], grads
     want, want_grads = run()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got, grads = run()
+    graph, (got, grads) = captured(run)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -368,13 +374,7 @@ def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypat
     def run():
         outputs = call(r, form, cu)
         return [t.detach() for t in outputs], gradients(outputs, (dout, dfinal), r)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got, grads = run()
+    graph, (got, grads) = captured(run)
     for given, moved in (([0, 7, None], [0, 7, None]), ([2, 3, -4], [2, 3, -4]), ([0, 99999, 5], [0, None, None])):
         cu.copy_(bounds_of(given, T))
         for t in (*got, *grads.values()):
