@@ -13,7 +13,6 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MOST = {"i1": 1, "i8": 2**7 - 1, "i16": 2**15 - 1, "i32": 2**31 - 1, "i64": 2**63 - 1}
 SAME = ("extsi", "trunci", "splat", "broadcast", "expand_dims", "convert_layout", "reshape", "trans", "index_cast")
 
 
@@ -94,7 +93,7 @@ class Reader:
             self.known[result] = min(args[1][0], args[2][0]), max(args[1][1], args[2][1])
         elif kind in RULES and len(args) == 2 and all(args) and types:
             self.known[result] = RULES[kind](*args)
-            if types[0] == "i32" and max(-self.known[result][0] - 1, self.known[result][1]) > MOST["i32"]:
+            if types[0] == "i32" and max(-self.known[result][0] - 1, self.known[result][1]) > 2**31 - 1:
                 self.overflows.add(f"{result} = {kind} {rest.split(' : ')[0]}")
 
     def pointer(self, result, before, by):

@@ -237,7 +237,6 @@ class ChunkedScan(torch.autograd.Function):
         _, q, k, x, v, A, *tape = ctx.saved_tensors
         return None, None, None, *ctx.machine.pull(ctx.chunk, tape, q, k, x, v, A, dy, dS), None
 
-
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-025b
 def elementwise(
     Rule,  # class of the recurrence's gates and inputs
@@ -256,7 +255,6 @@ def elementwise(
         return *(g.transpose(0, 1) for g in grads), None if A is None else rule.dA, carry.mT
 
     return Machine(run, pull)
-
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-030
 class DecoupledRule:
@@ -365,7 +363,6 @@ def causal_read(
     finite = U.isfinite()
     return torch.baddbmm(start, M, torch.where(finite, U, 0)).masked_fill_(~finite, torch.nan)
 
-
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-043
 def exact_forward(
     q: Tensor,   # (B,T,N) queries
@@ -431,11 +428,9 @@ def exact_pull(chunk, tape, q, k, x, v, A, dy, dS):
 
 EXACT = Machine(exact_run, exact_pull, rereads=False)
 
-
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-053
 MACHINES = {"exact": EXACT, "diagonal": elementwise(DiagonalRule), "decoupled": elementwise(DecoupledRule),
             "s6": elementwise(S6Rule), "s6_timed": elementwise(TimedS6Rule)}
-
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-054
 def chunk_length(
@@ -461,7 +456,6 @@ def outside(
     "Return which rows belong to no sequence."
     rows = torch.arange(T, device=cu_seqlens.device)[:, None]
     return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
-
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-054c
 @custom_op("longhorn_kit::chunked_scan", mutates_args=())
@@ -491,7 +485,6 @@ def _sequences(q, k, x, v, A, cu_seqlens):
         cut = (t[:, rows].contiguous() for t in (q, k, x, v))
         yield rows, (*cut, A[:, rows].contiguous() if A is not None and A.dim() == 3 else A)
 
-
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-054d
 @custom_op("longhorn_kit::chunked_scan_backward", mutates_args=())
 def _opaque_backward(dy: Tensor, dS: Tensor, tape: list[Tensor], q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None,
@@ -519,7 +512,6 @@ def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
             (whole[4][:, rows] if A.dim() == 3 else whole[4]).add_(dA)
     return whole
 
-
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-054e
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
@@ -531,12 +523,8 @@ def _gradients(ctx, dy, dS, _):
     *grads, dA, dS = backward(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk)
     return *grads, None if A is None else dA, dS, None, None, None, None
 
-def _refuse(ctx, *grads):
-    raise RuntimeError("this scan has no second derivative with backend='chunked'; backend='reference' has one")
-
 register_autograd(_opaque, _gradients, setup_context=_setup)
-register_autograd(_opaque_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
-
+register_autograd(_opaque_backward, Refusal.backward, setup_context=lambda ctx, inputs, output: None)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-055
 TRACED_CHUNK = 16 # steps per chunk of an elementwise form while the sizes may be symbols
@@ -558,7 +546,6 @@ def _finish(y, x, D_skip, z, cu_seqlens):
     # Skip and gate; rows of no sequence stay zero and pass no gradient.
     out = skip_and_gate(y, x, D_skip, z)
     return out if cu_seqlens is None else out.masked_fill(outside(in_range(cu_seqlens, x.shape[1]), x.shape[1]), 0)
-
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-056
 def chunked_scan(

@@ -107,7 +107,6 @@ def read_bounds(
         known = _READ[cu_seqlens] = version, cu_seqlens.tolist()
     return known[1]
 
-
 # %% ../../nbs/scan/15_op.ipynb #15_op-013
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
@@ -174,7 +173,6 @@ def as_one(
     if lengths is None or backend != "chunked" or not torch.compiler.is_compiling():
         return scan, lengths
     return partial(scan, cu_seqlens=cu_seqlens), None
-
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-017
 HAS_TRITON = find_spec("triton") is not None # looked up once: torch.compile cannot trace the look-up

@@ -759,7 +759,6 @@ def _registers(plan: PortablePlan) -> int | None:
     "Most registers of a lane in the forward; None: as the compiler likes, which is slower by a fifth where two warps share 32 channels."
     return 208 if plan.warps == 2 and plan.NP == 16 else None
 
-
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
 def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
     "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."

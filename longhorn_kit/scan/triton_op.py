@@ -224,8 +224,7 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     results = new(*x.shape, like=x.dtype), new(n, x.shape[2], k.shape[2])
     path = scan_path(form, q, k, x, checkpoint_every)
-    NP = triton.next_power_of_2(k.shape[2])
-    NP = k.shape[2] if path == "portable" else max(16, NP)
+    NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
     if not save: # no plan is asked for, which would look at sizes that an exporter leaves open
         return *results, new(0, *state)
@@ -233,7 +232,6 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     L = _stretch(path, k, x, cu_seqlens, checkpoint_every)
     chunks = plan.chunks if L is None else L and plan.rows // L
     return *results, new(chunks, *state)
-
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-024
 @custom_op("longhorn_kit::scan_backward", mutates_args=())
@@ -282,7 +280,6 @@ def _gradients(ctx, dout, dfinal, _):
 
 
 register_autograd(_scan, _gradients, setup_context=_setup)
-
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-028
 def _refuse(ctx, *grads):

@@ -625,7 +625,6 @@ def clear_outside(
             _, T, D = t.shape
             _clear_kernel[(_cdiv(T, 16),)](t, cu_seqlens, len(cu_seqlens) - 1, T, D, ROWS=16, COLUMNS=128, num_warps=4)
 
-
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(
     plan: PortablePlan,
