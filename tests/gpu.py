@@ -2,7 +2,7 @@
 
     make test-gpu                                   # all of them, with the Python that is found; nothing is installed
     python tests/gpu.py -n 4 -k exact --out /tmp/r.json     # what follows goes to pytest, and the record elsewhere
-    compute-sanitizer --target-processes all --tool memcheck python tests/gpu.py -n 1 -k "every_dtype and bfloat16" --out /tmp/r.json
+    compute-sanitizer --target-processes all --tool memcheck python tests/gpu.py -n 1 -k "parity_in_bfloat16 and exact" --out /tmp/r.json
     python tests/gpu.py --stale                     # one line if kernels or models differ from those of the record
 
 Most of the time is the compiler's. Tests that compile the same kernels stay in one process, and the seconds of the last
@@ -29,7 +29,7 @@ FILES = ("test_causality.py", "test_triton_portable.py", "test_triton_fast.py", 
          "test_short_conv.py", "test_matrix.py", "test_models_cuda.py")
 MARKED = ("test_vision.py", "test_mqar.py")       # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
-SHARED = re.compile("test_(op|decode|short_conv|matrix).py")      # one size in most of the file
+SHARED = re.compile("test_(op|decode|matrix).py")      # one size in most of the file
 
 
 def pytest(*arguments, stdout=subprocess.PIPE):

@@ -3,6 +3,7 @@
 The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
 import os
 import tempfile
+from itertools import product
 
 import pytest
 import torch
@@ -269,8 +270,9 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shape", ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16)))
-@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed"))
+@pytest.mark.parametrize("form, shape", [
+    *product(("diagonal", "exact"), ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16))),
+    *product(("decoupled", "s6", "s6_timed"), ((1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))])
 def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
     fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
@@ -399,7 +401,7 @@ def test_gpu_bounds_are_read_once(path):
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
-        cu[1] = 200
+        cu[1].fill_(200)
         with pytest.raises(RuntimeError, match="synchroniz"):
             step()
     finally:

@@ -37,8 +37,7 @@ def test_parity_with_parts_left_out(form, left_out):
     assert_close(errors(2, 83, 72, 16, form, dtype=BF16, **{left_out: False}), BF16)
 
 
-@pytest.mark.parametrize("dtype", (FP32, FP16))
-@pytest.mark.parametrize("shape", SHAPES[1:4] + SHAPES[9:12:2])
+@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES[1:4] + SHAPES[9:12:2], (FP32, FP32, FP16, FP16, FP32))])
 @pytest.mark.parametrize("form", ("diagonal", *OWN_RATES))
 def test_parity_in_other_dtypes(form, shape, dtype):
     assert_close(errors(*shape, form, dtype=dtype), dtype, factor=2)
@@ -56,7 +55,7 @@ def test_exact_at_ragged_ends(N):
     assert_close(errors(1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5), BF16)
 
 
-@pytest.mark.parametrize("D, N", ((2040, 16), (2044, 16), (2046, 16), (2047, 16), (2040, 32), (2040, 128)))
+@pytest.mark.parametrize("D, N", ((2040, 16), (2046, 16), (2047, 16), (2040, 128)))
 def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     "So many channels that a block has 32; the last begins early. Lengths of whole chunks and not, and run to run."
     for T in (64, 67):
@@ -78,7 +77,7 @@ def test_packed_exact_in_wide_blocks_of_ragged_widths_is_bit_identical_to_alone(
         assert torch.equal(g["initial_state"], grads["initial_state"][i : i + 1]), i
 
 
-@pytest.mark.parametrize("N", (3, 17, 32, 40, 64, 100, 128))
+@pytest.mark.parametrize("N", (3, 17, 64, 100))
 def test_parity_of_diagonal_with_more_states(N):
     "One segment and several, ragged in time and channels."
     for shape in ((2, 100, 72, N), (1, 1100, 40, N), (2, 100, 69, N)):
@@ -86,7 +85,7 @@ def test_parity_of_diagonal_with_more_states(N):
     assert_close(errors(2, 43, 40, N, "diagonal", dtype=FP32, key_scale=2 * N**-0.5), FP32, factor=2)
 
 
-@pytest.mark.parametrize("N", (3, 17, 32, 40, 64))
+@pytest.mark.parametrize("N", (3, 32, 40))
 @pytest.mark.parametrize("form", OWN_RATES)
 def test_parity_of_rates_of_their_own_with_more_states(form, N):
     for shape in ((2, 100, 72, N), (1, 1100, 40, N)):
@@ -137,9 +136,8 @@ def test_scalar_rate_and_strided_inputs(form, D):
     assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
 
 
-@pytest.mark.parametrize("D", (72, 69))
-@pytest.mark.parametrize("dtype", (BF16, FP32))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, D, dtype", [
+    *((form, *kind) for form in FORMS[:2] for kind in ((72, BF16), (69, FP32))), ("decoupled", 72, BF16), ("s6", 69, FP32), ("s6_timed", 69, BF16)])
 def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
     bounds = [0, 1, 1, 300, 333, 600, 1240]
     assert_close(errors(1, 1240, D, 16, form, bounds=bounds, dtype=dtype), dtype)

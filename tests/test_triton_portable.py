@@ -1,4 +1,6 @@
 """The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all of it on a GPU."""
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
+small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
 
 
 @pytest.fixture(autouse=True)
@@ -20,20 +23,24 @@ def segments(monkeypatch):
     monkeypatch.setattr(triton_portable, "SEGMENT", 8)
 
 
+@small
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_with_odd_sizes_states_and_gate(form):
     assert_close(errors(1, 9, 3, 3, form))
 
 
+@small
 @pytest.mark.parametrize("form", ("diagonal", "s6"))
 def test_segments_of_time_change_nothing(form, segments):
     assert_close(errors(2, 19, 3, 2, form))
 
 
+@small
 def test_packed_sequences_with_empty_ones(segments):
     assert_close(errors(1, 21, 2, 2, "diagonal", bounds=[0, 0, 3, 20, 21]))
 
 
+@small
 def test_packed_is_bit_identical_to_alone(segments):
     bounds, form = [0, 11, 20], "diagonal"
     a, dout, dfinal = inputs(1, 20, 2, 3, form, sequences=2)
@@ -56,10 +63,12 @@ def test_scalar_rate_strided_inputs_and_many_states():
     assert_close(errors(1, 5, 33, 20, "exact", scalar=True, z=False, options=dict(checkpoint=4)))
 
 
+@small
 def test_bfloat16_inputs():
     assert_close(errors(1, 6, 3, 4, "diagonal", dtype=torch.bfloat16), torch.bfloat16)
 
 
+@small
 @pytest.mark.parametrize("N", (1, 24, 100, 128))
 def test_any_number_of_states_from_1_to_128(N):
     assert_close(errors(1, 2, 2, N, "diagonal", z=False, key_scale=N**-0.5))
@@ -116,22 +125,20 @@ def test_wrong_arguments_are_named():
         triton_scan(q, k, x, b, checkpoint=5)
 
 
-# ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: all dtypes at one shape,
-# all shapes in one dtype, and the number of compiled kernels stays where the whole set takes a minute or two.
+# ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: float16 at one shape, all
+# shapes in bfloat16, and float32 where parts are left out.
 FULL = (2, 67, 40, 16)
 SHAPES = [(1, 300, 129, 16), (3, 33, 31, 5), (2, 50, 96, 64), (1, 40, 64, 128), (1, 40, 33, 100), (2, 41, 70, 32), (1, 17, 1, 1)]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("form", FORMS)
-def test_gpu_parity_in_every_dtype(form, dtype):
-    assert_close(errors(*FULL, form, dtype=dtype), dtype)
+def test_gpu_parity_in_float16(form):
+    assert_close(errors(*FULL, form, dtype=torch.float16), torch.float16)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, shape", [*product(("diagonal", "exact", "s6"), SHAPES), *product(("decoupled", "s6_timed"), SHAPES[::2])])
 def test_gpu_parity_at_every_shape(form, shape):
     assert_close(errors(*shape, form, dtype=torch.bfloat16), torch.bfloat16)
 

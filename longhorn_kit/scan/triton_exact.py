@@ -755,9 +755,11 @@ def _one_minimum(device: torch.device) -> bool:
     "Whether a GPU has the minimum of magnitudes that keeps a sign."
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
 
-def _registers(plan: PortablePlan) -> int | None:
-    "Most registers of a lane in the forward; None: as the compiler likes, which is slower by a fifth where two warps share 32 channels."
-    return 208 if plan.warps == 2 and plan.NP == 16 else None
+def _registers(plan: PortablePlan, gate: bool) -> int | None:
+    "Most registers of a lane in the forward; None: the compiler's choice, which is up to a fifth slower in the two other cases."
+    if plan.NP > 16 or (gate and plan.warps == 1):
+        return None
+    return 208 if plan.warps == 2 else 224
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
 def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
@@ -793,7 +795,7 @@ def exact_forward(
         *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
         READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
         PACKED=packed, RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
-        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p), num_warps=p.warps, enable_fp_fusion=False)
+        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p, z is not None or not read), num_warps=p.warps, enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
