@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'MARGINS', 'MIN_SEEDS', 'LEVEL', 'SEARCH', 'Comparison', 'holm', 'Judgement', 'measure', 'judge', 'overall',
-           'spread_text']
+           'spread_text', 'verdict_table']
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-003
 import math
@@ -109,3 +109,16 @@ def spread_text(
 ) -> str:
     "Write a mean, with the standard deviation over seeds if there are several."
     return form.format(mean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
+
+# %% ../../nbs/lab/38_stats.ipynb #38_stats-016b
+def verdict_table(
+    judged: list,           # (Comparison, Judgement) pairs
+    title: str = "Verdicts",
+) -> tuple:                 # (title, header, rows)
+    "Tabulate comparisons with what they came to."
+    def told(comparison, found):
+        ends = f" [{found.low:+.3g}, {found.high:+.3g}]" if math.isfinite(found.low) else ""
+        return f"{found.difference:+.3g}{ends} {comparison.unit}" if found.n else ""
+    rows = [[comparison.label, told(comparison, found), found.n, f"{found}{': ' * bool(found.why)}{found.why}"]
+            for comparison, found in judged]
+    return title, ["comparison", "difference [95 % interval]", "n", "verdict"], rows
