@@ -48,8 +48,8 @@ class RecallConfig:
     steps: int = 250           # optimiser steps, every one on fresh streams
     warmup: int = 25           # steps of linear warm-up, then half a cosine to 0
     lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0) # learning rates, all tried for every model
-    search_seeds: tuple = (100, 101) # with which the rate is chosen; () with one rate
-    seeds: tuple = (0, 1, 2, 3, 4) # judged: of data and initial weights, the same for every model
+    search_seeds: tuple = (100, 101, 102) # with which the rate is chosen; () with one rate
+    seeds: tuple = tuple(range(5, 13)) # judged: of data and initial weights, the same for every model
     test_streams: int = 128    # streams to test with, for each number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
     points: int = 30           # points of a training curve; each is a mean over steps
@@ -412,10 +412,11 @@ def run_model(
     folder: Path, # where finished cells are kept
 ) -> dict: # the judged cell, with the search scores as "grid" and the seconds of all
     "Choose the learning rate of a model on the search seeds, and train the judged seeds with it."
-    one = lambda lr, seeds: run_cell(task, name, lr, replace(config, lrs=(lr,), seeds=seeds, search_seeds=()), folder)
-    tried = {lr: one(lr, config.search_seeds) for lr in config.lrs if config.search_seeds}
+    one = lambda lr, **changes: run_cell(task, name, lr, replace(config, lrs=(lr,), search_seeds=(), **changes), folder)
+    search = dict(seeds=config.search_seeds, test_pairs=(config.pairs,), test_streams=1) # the test has no say
+    tried = {lr: one(lr, **search) for lr in config.lrs if config.search_seeds}
     grid = {f"{lr:g}": late_recall(cell) for lr, cell in tried.items()}
-    cell = one(max(config.lrs, key=lambda lr: grid.get(f"{lr:g}", 0)), config.seeds)
+    cell = one(max(config.lrs, key=lambda lr: grid.get(f"{lr:g}", 0)))
     return cell | {"grid": grid, "seconds": sum(c["seconds"] for c in (cell, *tried.values()))}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-052
