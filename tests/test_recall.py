@@ -1,5 +1,6 @@
 import os, signal, subprocess, sys, time
 from dataclasses import replace
+from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -145,7 +146,7 @@ def test_a_run_that_diverges_is_the_worst(tmp_path):
 
 @pytest.mark.parametrize("name", ["laptop", "narrow"])
 def test_recorded_learning_rates_lie_inside_their_grid(name):
-    record = read_json(claims.results_folder() / "recall" / f"{name}.json")
+    record = read_json(Path(__file__).parent.parent / "nbs" / "lab" / "results" / "recall" / f"{name}.json")
     results = record["results"]
     assert len(results["search_seeds"]) == 3 and not set(results["search_seeds"]) & set(record["settings"]["seeds"])
     for found in results["tasks"].values():

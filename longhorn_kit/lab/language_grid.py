@@ -7,10 +7,10 @@ __all__ = ['MAIN', 'SECOND', 'OTHERS', 'SETTINGS', 'SCALES', 'AGAIN', 'WORKER', 
            'LanguageGrid', 'settings_for', 'preset_of', 'Texts', 'open_texts', 'tokens_of', 'held_out_losses',
            'settings_of', 'one_run', 'result_of', 'take_turns', 'next_job', 'note_failure', 'worker', 'train_jobs',
            'grid_from', 'start_worker', 'work_off', 'code_of', 'run', 'devices_for', 'text_for', 'record_of',
-           'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired', 'spread',
-           'tokens_to_reach', 'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table',
-           'pair_table', 'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time', 'seconds_of',
-           'time_step', 'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table', 'draw_throughput']
+           'without_settings', 'short_results', 'finished_record', 'good_runs', 'losses', 'paired', 'tokens_to_reach',
+           'efficiency', 'models_in', 'draw_curves', 'draw_pairs', 'figures', 'tables', 'loss_table', 'pair_table',
+           'efficiency_table', 'unfinished_table', 'kind_of', 'shares', 'run_to_time', 'seconds_of', 'time_step',
+           'timing_jobs', 'time_jobs', 'throughput', 'speed_record', 'throughput_table', 'draw_throughput']
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-003
 import gc
@@ -24,7 +24,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from .mqar_grid import (
     Results, Turns, busy, gpu_load, key_of, machine_of, made_on, seconds_before, visible_gpus)
 from .records import (
     append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
+from .stats import spread_text, verdict_table
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
 from ..models.lm import count_parameters
@@ -485,14 +486,10 @@ def paired(
     first: str,  # the model said to be better
     second: str,
     domain: str = "all",
-) -> tuple[list[float], str]: # equation (1) for each common seed, and what it says
-    "Leads of the first model over the second, seed by seed, in nats a token."
+) -> list[float]: # equation (1) for each common seed
+    "Subtract the losses of the first model from those of the second, seed by seed, in nats per token."
     a, b = (losses(record, mixer, domain) for mixer in (first, second))
-    seeds = sorted(set(a) & set(b))
-    leads = [b[seed] - a[seed] for seed in seeds]
-    if len(leads) < 2:
-        return leads, "one seed only" if leads else "not run"
-    return leads, claims.compare_seeds([a[seed] for seed in seeds], [b[seed] for seed in seeds])
+    return [b[seed] - a[seed] for seed in sorted(set(a) & set(b))]
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-041
 ORDER = (("longhorn", "mamba"), ("longhorn", "attention"), ("longhorn", "gla"), ("longhorn", "longhorn_scalar"),
@@ -501,13 +498,6 @@ PAPER = { # OpenWebText, 120M parameters; mamba_input_a: 350M. Validation loss, 
     ("longhorn", "mamba"): 3.238 - 3.225, ("longhorn", "attention"): 3.247 - 3.225,
     ("longhorn", "gla"): 3.381 - 3.225, ("longhorn", "longhorn_scalar"): 3.262 - 3.225,
     ("mamba", "mamba_input_a"): 2.922 - 2.902}
-
-def spread(
-    values: list,
-    form: str = "+.4f",
-) -> str:
-    "Mean, and standard deviation where there are several."
-    return f"{mean(values):{form}}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-043
 def tokens_to_reach(
@@ -580,10 +570,10 @@ def draw_pairs(
     "The lead of every model over Mamba with the same seed, a dot a seed, a row a model."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import COLORS, INK, LABELS
-    rows = [mixer for mixer in models_in(record) if mixer != other and paired(record, mixer, other)[0]]
+    rows = [mixer for mixer in models_in(record) if mixer != other and paired(record, mixer, other)]
     fig, ax = plt.subplots(figsize=(5.6, 0.8 + 0.3 * max(3, len(rows))))
     for place, mixer in enumerate(reversed(rows)):
-        leads = paired(record, mixer, other)[0]
+        leads = paired(record, mixer, other)
         ax.plot(leads, [place] * len(leads), "o", color=COLORS[mixer], ms=5, alpha=0.8)
         ax.plot([mean(leads)], [place], "|", color=COLORS[mixer], ms=16, mew=2)
     ax.axvline(0, color=INK, linestyle=":")
@@ -615,7 +605,9 @@ def tables(
     record: dict,
 ) -> list[tuple]: # (title, header, rows)
     "The tables of a record."
-    found = [loss_table(record), pair_table(record), efficiency_table(record), unfinished_table(record)]
+    judged = [pair for name in ("language", "scalar-rate", "input-dependent-a") for pair in claims.judged(name, record)]
+    found = [loss_table(record), pair_table(record), verdict_table(judged, "The paper's order, and our verdicts"),
+             efficiency_table(record), unfinished_table(record)]
     return [table for table in found if table[2]] # a complete grid leaves nothing unfinished
 
 def loss_table(
@@ -626,7 +618,7 @@ def loss_table(
     results, rows = record["results"], []
     for mixer in models_in(record):
         mine, domains = good_runs(record, mixer), (*results["domains"], "all")
-        each = [spread([run["loss"][domain] for run in mine], ".4f") for domain in domains]
+        each = [spread_text([run["loss"][domain] for run in mine], "{:.4f}") for domain in domains]
         first = next((f"{run['loss']['all']:.4f}" for run in mine if run["seed"] == 0), "")
         rows.append([LABELS[mixer], *each, first, len(mine), f"{mine[0]['parameters']:,}",
                      f"{mean(run['tokens_per_second'] for run in mine):,.0f}", mine[0]["engine"]["scan"]])
@@ -643,10 +635,10 @@ def pair_table(
     domains, rows = [*record["results"]["domains"], "all"], []
     for a, b in ORDER:
         found = [paired(record, a, b, domain) for domain in domains]
-        told = [spread(leads) if leads else "" for leads, _ in found]
-        rows.append([f"{LABELS[a]} below {LABELS[b]}", *told, len(found[-1][0]), found[-1][1],
+        told = [spread_text(leads, "{:+.4f}") if leads else "" for leads in found]
+        rows.append([f"{LABELS[a]} below {LABELS[b]}", *told, len(found[-1]),
                      f"{PAPER[a, b]:+.3f}" if (a, b) in PAPER else "no number"])
-    header = ["statement", *(f"lead, {domain}" for domain in domains), "paired seeds", "here", "paper's lead"]
+    header = ["statement", *(f"lead, {domain}" for domain in domains), "paired seeds", "paper's lead"]
     return "Leads in nats a token, mean ± standard deviation over paired seeds", header, rows
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-052

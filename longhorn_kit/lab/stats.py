@@ -108,7 +108,8 @@ def spread_text(
     form: str = "{:.3f}", # of a number
 ) -> str:
     "Write a mean, with the standard deviation over seeds if there are several."
-    return form.format(mean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
+    spread = f" ± {form.replace('+', '').format(stdev(values))}" if len(values) > 1 else ""
+    return form.format(mean(values)) + spread
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-016b
 def verdict_table(
