@@ -15,7 +15,7 @@ from scipy.special import stdtr, stdtrit
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-006
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged")
-MARGINS = {"points": 0.5, "bits per byte": 0.005} # unit -> difference within which two models are as good
+MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0} # unit -> difference within which two models are as good
 MIN_SEEDS, LEVEL = 3, 0.05
 SEARCH = 1 / 3 # what the choice of a learning rate adds, in variances of one seed
 
