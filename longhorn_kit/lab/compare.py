@@ -219,7 +219,8 @@ def compare_tokens(
             if mixer == "mamba" and ("longhorn", seed) in curves:
                 at = nearest(mamba, tokens)
                 needed = tokens_at(curves["longhorn", seed], mamba["all"][at])
-                saved, missing = saved + [100 * (1 - needed / mamba["tokens"][at])] * bool(needed), missing + (not needed)
+                saved += [100 * (1 - needed / mamba["tokens"][at])] if needed else []
+                missing += not needed
         doubt = f"Mamba's loss is not reached by {missing} runs" if missing else edge({"longhorn": (rate, [rate])})
         found += [Comparison("fewer tokens than Mamba" + f", {words}" * bool(words), tuple(saved), "%", searched=0, doubt=doubt)] if saved or missing else []
     return found

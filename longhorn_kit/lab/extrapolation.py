@@ -834,4 +834,5 @@ def tables(
     results = record["results"]
     found = [_perplexity_table(record, domain) for domain in results["text"]]
     found += [_needle_table(record, kind) for kind in kinds_in(record)]
-    return [*found, verdict_table(claims.judged("extrapolation", record))]
+    judged = claims.judged("extrapolation", record) + claims.judged("extrapolation-delta", record)
+    return [*found, verdict_table(judged, "What the rule says")]

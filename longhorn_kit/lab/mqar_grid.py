@@ -976,4 +976,5 @@ def tables(
         rows = [[name_of(cell), cell["d_model"], seeds(cell["accuracy"]), f"{cell['lr']:g}", cell["state_bytes"], cell["parameters"]]
                 for cell in mine]
         found.append((f"{length} tokens, {pairs} pairs", header, rows))
-    return [*found, verdict_table(claims.judged("mqar", record), "Statements, one size and width at a time")]
+    judged = [pair for name in ("mqar", "exact-mqar", "larger-state") for pair in claims.judged(name, record)]
+    return [*found, verdict_table(judged, "What the rule says")]

@@ -481,8 +481,7 @@ def task_results(
     }
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-058
-NAMES = claims.NAMES | {
-    "linear_attention": "linear attention", "attention_without_positions": "attention, no positions"}
+NAMES = claims.NAMES | {"linear_attention": "linear attention"}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-063
 def _panels(
@@ -628,4 +627,4 @@ def tables(
 ) -> list[tuple]: # (title, header, rows)
     "Return the tables of a record."
     return [*(_task_table(task, record) for task in record["results"]["tasks"]), search_table(record),
-            verdict_table(claims.judged("recall", record), "What the authors say of their plot, and our verdicts")]
+            verdict_table(claims.judged("recall", record), "What the rule says of the statements")]

@@ -116,10 +116,12 @@ def verdict_table(
     judged: list,           # (Comparison, Judgement) pairs
     title: str = "Verdicts",
 ) -> tuple:                 # (title, header, rows)
-    "Tabulate comparisons with what they came to."
+    "Tabulate comparisons with what they came to, and the paper's differences if there are any."
     def told(comparison, found):
         ends = f" [{found.low:+.3g}, {found.high:+.3g}]" if math.isfinite(found.low) else ""
         return f"{found.difference:+.3g}{ends} {comparison.unit}" if found.n else ""
-    rows = [[comparison.label, told(comparison, found), found.n, f"{found}{': ' * bool(found.why)}{found.why}"]
-            for comparison, found in judged]
-    return title, ["comparison", "difference [95 % interval]", "n", "verdict"], rows
+    paper = any(comparison.published is not None for comparison, _ in judged)
+    theirs = lambda value: ["" if value is None else f"{value:+.3g}"] * paper
+    rows = [[comparison.label, told(comparison, found), found.n, f"{found}{': ' * bool(found.why)}{found.why}",
+             *theirs(comparison.published)] for comparison, found in judged]
+    return title, ["comparison", "difference [95 % interval]", "n", "verdict"] + ["paper"] * paper, rows
