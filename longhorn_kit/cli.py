@@ -24,9 +24,8 @@ from typing import Annotated, Literal, Union
 import tyro
 
 from . import __version__
-from longhorn_kit.lab.claims import (
-    PLATFORM, SCALES, Claim, claim_module, find_claim, judge, ledger, ledger_text, load_record,
-    runnable, suggest)
+from .lab.claims import PLATFORM, SCALES, Claim, claim_module, find_claim, runnable, suggest
+from .lab.ledger import Row, cells, judge_record, ledger, ledger_json, ledger_text, load_record
 
 # %% ../nbs/cli.ipynb #cli-005
 class UsageError(ValueError):
@@ -66,11 +65,14 @@ def complaint(
 @dataclass
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
-    out: str = "runs" # folder of your runs
+    out: str = "runs"  # folder of your runs
+    json: bool = False # print everything that is known about every row, as JSON
 
     def __call__(self):
         rows = ledger(self.out)
-        print(ledger_text(rows, shutil.get_terminal_size((100, 24)).columns))
+        if self.json:
+            return print(ledger_json(rows))
+        print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
@@ -131,7 +133,7 @@ def finished_record(
     "The record of a finished run; None if there is none, or none that can be read and judged."
     try:
         record = load_record(folder / "record.json", claim.name)
-        judge(claim, record)
+        judge_record(claim, record)
         return record
     except ValueError:
         return None
@@ -145,9 +147,9 @@ def same_settings(
     "Whether the module would run with the settings of this record; True where it does not say."
     if not hasattr(module, "settings_for"):
         return True
-    from longhorn_kit.lab.records import to_plain
-    now = to_plain(module.settings_for(scale))
-    then = record.get("asked", record["settings"]) # what was run may have been fitted to the time there was
+    from longhorn_kit.lab.records import to_plain, without_later
+    now = without_later(to_plain(module.settings_for(scale)))
+    then = without_later(record.get("asked", record["settings"])) # what was run may have been fitted to the time there was
     return all(then.get(name) == value for name, value in now.items())
 
 # %% ../nbs/cli.ipynb #cli-025
@@ -169,8 +171,10 @@ def run_claim(
         if folder.exists():
             print(f"  going on with what is in {folder}", flush=True)
         record = module.run(scale, folder)
-    ours, verdict = judge(claim, record)
-    print(f"  {verdict}: {ours}  [{duration(record['seconds'])}]", flush=True)
+    for pair in judge_record(claim, record):
+        label, paper, here, n, verdict = cells(Row(claim, *pair))
+        print(f"  {label}: {here}, n = {n}, {verdict}")
+    print(f"  [{duration(record['seconds'])}]", flush=True)
     if finished_record(claim, folder) != record: # a grid writes its record only when it is complete
         errors = folder / "failed.jsonl"
         raise RuntimeError(f"some of its runs failed, see {errors}" if errors.exists() else "some of its runs are missing")
@@ -348,7 +352,7 @@ def evaluate_from(
 @dataclass
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
-    tasks: tuple[str, ...]  # lm-eval's names, or recall: the six recall-intensive sets
+    tasks: tuple[str, ...]  # lm-eval's names, recall: the six recall-intensive sets, or downstream: perplexities
     model: str              # folder of a trained model, of the run that trained it, or of transformers
     read: Literal["once", "twice", "both"] = "once" # twice: every context is given two times
     shots: int | None = None      # examples before each question; by default the task's
@@ -450,10 +454,12 @@ class TrainLM:
     accumulate: int | None = None # parts a step is cut into, to save memory
     lr: float | None = None       # highest learning rate
     warmup: int | None = None     # steps until it is reached
-    weight_decay: float | None = None # decoupled, on matrices only
+    weight_decay: float | None = None # decoupled
+    decay: Literal["matrices", "official"] | None = None # what decays; official: embedding, convolution and A_log too
     precision: Literal["no", "bf16"] | None = None # no: float32
     compile: bool = False         # let torch.compile fuse what happens inside a block
     loss_chunk: int | None = None # tokens whose logits exist at a time, to save memory
+    sizes: Literal["matched", "official"] | None = None  # official: attention and GLA at the authors' sizes, 4 % smaller
     d_model: int | None = None    # width of the model
     n_layer: int | None = None    # blocks
     seed: int | None = None       # of weights, data order and dropout

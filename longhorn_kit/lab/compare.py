@@ -122,8 +122,8 @@ def compare_states(
             for mixer in ("longhorn_exact", "longhorn"):
                 pair = large[mixer], small[mixer]
                 doubt = edge({mixer: (cell["lr"], list(map(float, cell["by_lr"]))) for cell in pair[:1]})
-                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", tuple(
-                    100 * (x - y) for x, y in zip(*map(limited, pair))), doubt=doubt))
+                leads = tuple(100 * (x - y) for x, y in zip(*map(limited, pair)))
+                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", leads, doubt=doubt if any(leads) else "neither learns"))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-016
@@ -219,8 +219,8 @@ def compare_tokens(
             if mixer == "mamba" and ("longhorn", seed) in curves:
                 at = nearest(mamba, tokens)
                 needed = tokens_at(curves["longhorn", seed], mamba["all"][at])
-                saved += [100 * (1 - needed / mamba["tokens"][at])] if needed else []
-                missing += not needed
+                missing += needed is None
+                saved += [] if needed is None else [100 * (1 - needed / mamba["tokens"][at])]
         doubt = f"Mamba's loss is not reached by {missing} runs" if missing else edge({"longhorn": (rate, [rate])})
         found += [Comparison("fewer tokens than Mamba" + f", {words}" * bool(words), tuple(saved), "%", searched=0, doubt=doubt)] if saved or missing else []
     return found
@@ -239,7 +239,7 @@ def compare_length(
             growth.setdefault((text, model["mixer"]), []).append(100 * math.expm1(nats[-1] - nats[0]))
     paper = -100 * (EXTRAPOLATION["longhorn"][-1] / EXTRAPOLATION["longhorn"][0] - 1)
     return [Comparison(
-        f"{text}: {NAMES[mixer]} {'grows' if grows else 'keeps its perplexity'} at {longest} times the length",
+        f"{text}, {longest} times the length: {NAMES[mixer]} {'grows' if grows else 'keeps'}",
         tuple(value if grows else -value for value in values), "%", 0 if grows else MARGINS["%"], searched=0,
         published=paper if mixer == "longhorn" else None)
         for (text, mixer), values in growth.items() if mixer in mixers] if longest > 1 else []
