@@ -136,9 +136,10 @@ def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp
     shown = {path: path.read_text() for path in (tmp_path / "pages").rglob("*.ipynb")} | build.addressed()
     own = r"(?:github\.com|/github)/([\w-]+)/longhorn-kit"
     found = {name: set(re.findall(own, text)) for name, text in shown.items()}
-    assert len(found) > len(NOTEBOOKS) * (1 + published) and all(f == ({"someone"} if published else set()) for f in found.values())
+    assert len(found) > len(NOTEBOOKS) * (1 + published)
+    assert all(users == ({"someone"} if published else set()) for users in found.values())
     others = [*ROOT.glob("*.md"), *ROOT.glob("kernels/**/*.md"), *build.notebooks()]
-    assert not [p.name for p in others if p.name != "README.md" and re.search(own, p.read_text())], "addresses beside the setting"
+    assert not [p for p in others if p.name != "README.md" and re.search(own, p.read_text())], "beside the setting"
 
 
 FUNCTION = '''
