@@ -138,6 +138,7 @@ def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp
     found = {name: set(re.findall(own, text)) for name, text in shown.items()}
     assert len(found) > len(NOTEBOOKS) * (1 + published)
     assert all(users == ({"someone"} if published else set()) for users in found.values())
+    assert not [path for path, text in shown.items() if re.search(r'(href=\\"|\]\()/', text)], "no address before the path"
     others = [*ROOT.glob("*.md"), *ROOT.glob("kernels/**/*.md"), *build.notebooks()]
     assert not [p for p in others if p.name != "README.md" and re.search(own, p.read_text())], "beside the setting"
 
@@ -300,7 +301,7 @@ def test_every_local_link_and_anchor_has_a_target(site, pages):
 
 @needs_sphinx
 def test_no_link_of_the_site_leads_to_an_unpublished_repository(pages):
-    own = [link for page in pages.values() for link in page.links if re.search(r"github.*/longhorn-kit/", link)]
+    own = [link for page in pages.values() for link in page.links if re.search(r"github.*/longhorn-kit/|^/", link)]
     assert bool(own) == bool(build.REPOSITORY) and all(build.REPOSITORY.partition(".com")[2] in link for link in own)
 
 
