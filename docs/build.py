@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE))
 import api  # noqa: E402
 
 PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab"}
-REFERENCE = ("cli", "glossary", "references", "api", "plots", "compat")
+REFERENCE = ("map", "cli", "glossary", "references", "api", "plots", "compat")
 DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
@@ -355,11 +355,10 @@ def write_colab(folder: Path) -> None:
 
 # --- README ---------------------------------------------------------------------------------------------------------
 
-def index_output(kind: str) -> str:
-    "The last committed output of nbs/index.ipynb of a type: text/markdown is the headlines, image/png the idea."
+def index_output(kind: str, which: int = -1) -> str:
+    "A committed output of nbs/index.ipynb of a type; the last image/png is the idea, the last text/markdown the speed."
     outputs = [o for cell in read(NOTEBOOKS / "index.ipynb")["cells"] for o in cell.get("outputs", [])]
-    found = [o["data"][kind] for o in outputs if kind in o.get("data", {})]
-    return "".join(found[-1])
+    return "".join([o["data"][kind] for o in outputs if kind in o.get("data", {})][which])
 
 
 def idea_figure() -> bytes:
@@ -367,17 +366,37 @@ def idea_figure() -> bytes:
     return base64.b64decode(index_output("image/png"))
 
 
-def ledger_block() -> str:
-    "The headline rows of the ledger between the marks of the README."
-    return f"<!-- headlines of the ledger: make readme -->\n{index_output('text/markdown')}\n<!-- end -->"
+def front_files() -> dict:
+    "Name of each picture in docs/static: its SVG, drawn from the ledger."
+    from longhorn_kit.lab.forest import picture
+    from longhorn_kit.lab.ledger import front
+    rows = front()
+    return {"findings.svg": picture(rows), "findings-narrow.svg": picture(rows, narrow=True)}
+
+
+FINDINGS = """<picture>
+<source media="(max-width: 600px)" srcset="docs/static/findings-narrow.svg">
+<img src="docs/static/findings.svg" alt="One row per claim: our difference with its interval, the published one, and the verdict">
+</picture>
+
+<details><summary>The same rows as a table</summary>
+
+{table}
+
+</details>"""
+
+
+def readme_blocks() -> dict:
+    "Mark of each block of the README that is made: its text."
+    return {"findings": FINDINGS.format(table=index_output("text/markdown", 0)), "speed": index_output("text/markdown", 1)}
 
 
 def write_minutes() -> None:
-    "Bring the minutes in the map of the index notebook up to those that the notebooks give."
+    "Bring the minutes in the map up to those that the notebooks give."
     def replace(match):
         given = re.search(r"(\d+) minutes", read(NOTEBOOKS / match[1])["cells"][1]["source"])
         return f"]({match[1]}) |{match[2]}| {given[1]} |"
-    index = NOTEBOOKS / "index.ipynb"
+    index = NOTEBOOKS / "map.ipynb"
     text = index.read_text(encoding="utf-8")
     index.write_text(re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8")
 
@@ -395,13 +414,16 @@ def addressed() -> dict:
 
 
 def write_readme() -> None:
-    "Update the map's minutes, the repository's address, and the README's figure and headline rows."
+    "Update the map's minutes, the repository's address, and the README's pictures and tables."
     write_minutes()
     (HERE / "static" / "idea.png").write_bytes(idea_figure())
     for name, text in addressed().items():
         (ROOT / name).write_text(text, encoding="utf-8")
+    for name, svg in front_files().items():
+        (HERE / "static" / name).write_text(svg + "\n", encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"<!-- headlines.*?<!-- end -->", lambda _: ledger_block(), text, flags=re.S)
+    for mark, block in readme_blocks().items():
+        text = re.sub(rf"(<!-- {mark}: make readme -->\n).*?(<!-- end {mark} -->)", lambda m: f"{m[1]}{block}\n{m[2]}", text, flags=re.S)
     (ROOT / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -204,17 +204,47 @@ def test_every_pinned_package_takes_every_python_that_the_kit_takes():
 
 def test_readme_shows_what_the_index_notebook_and_the_ledger_say():
     text = (ROOT / "README.md").read_text()
-    assert build.ledger_block() in text, "run `python docs/build.py readme`"
-    assert (ROOT / "docs/static/idea.png").read_bytes() == build.idea_figure(), "run `python docs/build.py readme`"
+    for mark, block in build.readme_blocks().items():
+        assert f"<!-- {mark}: make readme -->\n{block}\n<!-- end {mark} -->" in text, "run `make readme`"
+    assert (ROOT / "docs/static/idea.png").read_bytes() == build.idea_figure(), "run `make readme`"
     assert (ROOT / "docs/static/idea.png").stat().st_size < 60_000
 
 
-def test_headlines_are_what_the_ledger_says_now():
-    from longhorn_kit.lab import claims
-    cell = next(c for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if "def headlines" in c["source"])
-    scope = {"ledger": claims.ledger, "Markdown": str}
-    exec(build.DIRECTIVE.sub("", cell["source"]), scope) # the cell of the notebook itself
-    assert scope["headlines"]() == build.index_output("text/markdown"), "run `make readme`"
+def test_front_page_is_what_the_ledger_says_now():
+    from longhorn_kit.lab.forest import forest
+    from longhorn_kit.lab.ledger import FRONT, front, ledger_markdown
+    rows = front()
+    assert len(rows) == len(FRONT) <= 12
+    for name, svg in build.front_files().items():
+        assert (ROOT / "docs/static" / name).read_text(encoding="utf-8") == svg + "\n", "run `make readme`"
+    assert build.index_output("text/html") == forest(rows) and build.index_output("text/markdown", 0) == ledger_markdown(rows), "run `make readme`"
+
+
+def words_of(text):
+    "Lines a reader sees: without marks, the folded table, and blank lines."
+    text = re.sub(r"<details>.*?</details>|<!--.*?-->", "", text, flags=re.S)
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_front_pages_are_short_and_sparing_with_numbers():
+    readme = (ROOT / "README.md").read_text()
+    index = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if c["cell_type"] == "markdown")
+    number = r"(?<![\w.])[-+−]?\d+(?:\.\d+)?(?![\w.]*\w)"
+    for text in (readme, index):
+        assert len(words_of(text)) <= 70
+        for row in re.findall(r"^\|.*\|$", text, re.M):
+            assert all(len(re.findall(number, cell)) <= 3 for cell in row.split("|")), row
+    prose = re.sub(r"```.*?```|<details>.*?</details>|<!--.*?-->|<[^>]+>|\]\([^)]*\)|^\|.*$", "", readme, flags=re.S | re.M)
+    allowed = ("Python 3.11 to 3.13", "Apache-2.0", "ICLR 2025", "bfloat16, state size 16")
+    for sentence in re.split(r"(?<=[.:!?])\s", prose):
+        assert len(re.findall(number, sentence)) <= 1 or any(words in " ".join(sentence.split()) for words in allowed), sentence
+
+
+def test_the_python_of_the_readme_runs():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    scope = {}
+    exec(code, scope)
+    assert scope["y"].shape == (2, 100, 128) and scope["state"].shape == (2, 64, 16) and len(code.strip().splitlines()) == 6
 
 
 def test_readme_links_lead_somewhere():
@@ -233,13 +263,13 @@ def test_every_cited_paper_is_on_the_page_of_references():
 
 
 def test_map_names_every_notebook():
-    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"])
-    missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem != "index"]
-    assert not missing, f"not in the map of nbs/index.ipynb: {missing}"
+    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "map.ipynb")["cells"])
+    missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem not in ("index", "map")]
+    assert not missing, f"not in nbs/map.ipynb: {missing}"
 
 
 def test_map_gives_the_minutes_that_the_notebooks_give():
-    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"])
+    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "map.ipynb")["cells"])
     for path, minutes in re.findall(r"\]\(([^)]+)\) \|.*\| (\d+) \|", text):
         assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], f"{path}: run `make readme`"
 

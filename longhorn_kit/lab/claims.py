@@ -179,7 +179,7 @@ CLAIMS += [
         statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",
         rule="a higher score on the mean of the same six sets; in the published table, on every set",
         settled=lambda: [settled(f"{reading}: higher on {sum(g > 0 for g in recall_gains(reading))} of 6 sets", mean(recall_gains(reading)),
-                                 min(recall_gains(reading)) > 0) for reading in ("read once", "read twice")],
+                                 min(recall_gains(reading)) > 0, "score points") for reading in ("read once", "read twice")],
         commands={"paper": train_all("slimpajama-1.3b", "longhorn", "mamba", then="longhorn eval --model {run} --tasks recall --read both")}),
     Claim(
         name="mqar", published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2", source="public summary of the paper",
@@ -246,7 +246,7 @@ CLAIMS += [
         statement="Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.",
         rule="the difference of the two means in the authors' own table is 4.25, rounded",
         settled=lambda: [settled("mean of the table", mean(recall_gains("read twice")), round(mean(recall_gains("read twice")), 2) == 4.25,
-                                 published=4.25)]),
+                                 "score points", published=4.25)]),
     Claim(
         name="fewer-parameters", source=THREAD, published="a gap of order N × D per block",
         statement="Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",

@@ -107,7 +107,7 @@ def overall(
     return next((word for word in ("does not hold", "undecided", "cannot be judged") if word in words), "undecided")
 
 FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.3f}", "%": "{:+.1f}", "% larger": "{:.1f}", "times": "{:.2f}",
-         "million": "{:.2f}", "lower": "{:+.2f}"}
+         "million": "{:.2f}", "lower": "{:+.2f}", "score points": "{:+.2f}"}
 
 def show(
     value: float,
