@@ -388,7 +388,8 @@ FINDINGS = """<picture>
 
 def readme_blocks() -> dict:
     "Mark of each block of the README that is made: its text."
-    return {"findings": FINDINGS.format(table=index_output("text/markdown", 0)), "speed": index_output("text/markdown", 1)}
+    from longhorn_kit.lab.ledger import front, ledger_markdown
+    return {"findings": FINDINGS.format(table=ledger_markdown(front())), "speed": index_output("text/markdown")}
 
 
 def write_minutes() -> None:
