@@ -145,9 +145,9 @@ def same_settings(
     "Whether the module would run with the settings of this record; True where it does not say."
     if not hasattr(module, "settings_for"):
         return True
-    from longhorn_kit.lab.records import to_plain
-    now = to_plain(module.settings_for(scale))
-    then = record.get("asked", record["settings"]) # what was run may have been fitted to the time there was
+    from longhorn_kit.lab.records import to_plain, without_later
+    now = without_later(to_plain(module.settings_for(scale)))
+    then = without_later(record.get("asked", record["settings"])) # what was run may have been fitted to the time there was
     return all(then.get(name) == value for name, value in now.items())
 
 # %% ../nbs/cli.ipynb #cli-025
@@ -348,7 +348,7 @@ def evaluate_from(
 @dataclass
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
-    tasks: tuple[str, ...]  # lm-eval's names, or recall: the six recall-intensive sets
+    tasks: tuple[str, ...]  # lm-eval's names, or recall: the six recall-intensive sets, or downstream: perplexities
     model: str              # folder of a trained model, of the run that trained it, or of transformers
     read: Literal["once", "twice", "both"] = "once" # twice: every context is given two times
     shots: int | None = None      # examples before each question; by default the task's
@@ -450,10 +450,12 @@ class TrainLM:
     accumulate: int | None = None # parts a step is cut into, to save memory
     lr: float | None = None       # highest learning rate
     warmup: int | None = None     # steps until it is reached
-    weight_decay: float | None = None # decoupled, on matrices only
+    weight_decay: float | None = None # decoupled
+    decay: Literal["matrices", "official"] | None = None # what decays; official: embedding, convolution and A_log too
     precision: Literal["no", "bf16"] | None = None # no: float32
     compile: bool = False         # let torch.compile fuse what happens inside a block
     loss_chunk: int | None = None # tokens whose logits exist at a time, to save memory
+    sizes: Literal["matched", "official"] | None = None  # official: attention and GLA at the authors' sizes, 4 % smaller
     d_model: int | None = None    # width of the model
     n_layer: int | None = None    # blocks
     seed: int | None = None       # of weights, data order and dropout

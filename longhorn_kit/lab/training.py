@@ -40,7 +40,8 @@ class TrainConfig:
     lr: float = 2e-3           # highest learning rate
     lr_final: float = 0.1      # last learning rate, as a share of `lr`
     warmup: int = 100          # steps until `lr` is reached
-    weight_decay: float = 0.1  # decoupled, on matrices only
+    weight_decay: float = 0.1  # decoupled, on the tensors that `decay` names
+    decay: str = "matrices"    # or "official": all tensors of two or more dimensions, as in the authors' code
     beta1: float = 0.9         # AdamW: memory of the mean gradient
     beta2: float = 0.95        # AdamW: memory of the mean squared gradient
     clip: float = 1.0          # largest gradient norm; 0 does not clip
@@ -69,6 +70,8 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warmup is {self.warmup}; it must be in 0 to steps-1={self.steps - 1}")
+        if self.decay not in ("matrices", "official"):
+            raise ValueError(f"decay is {self.decay!r}; it must be 'matrices' or 'official'")
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; it must be 'no' or 'bf16'")
 
@@ -91,8 +94,11 @@ def decays(
     name,      # of the parameter
     parameter, # the parameter
     embedded,  # ids of parameters that belong to an embedding
+    rule="matrices", # `decay` of `TrainConfig`
 ):
-    "Whether a parameter decays: matrices, except embeddings and the names in `NO_DECAY`."
+    "Whether a parameter decays: matrices, except embeddings and the names in `NO_DECAY`; or all but vectors."
+    if rule == "official":
+        return parameter.ndim >= 2
     special = id(parameter) in embedded or getattr(parameter, "_no_weight_decay", False)
     named = any(part in name for part in NO_DECAY)
     return parameter.ndim == 2 and not special and not named
@@ -101,6 +107,7 @@ def decays(
 def parameter_groups(
     model,        # any nn.Module
     weight_decay, # for the parameters that decay
+    rule="matrices", # `decay` of `TrainConfig`
 ):
     "Two parameter groups for AdamW, decaying and not; each has `names` beside `params`."
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -108,7 +115,7 @@ def parameter_groups(
     groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[0 if decays(name, parameter, embedded) else 1]
+            group = groups[0 if decays(name, parameter, embedded, rule) else 1]
             group["params"].append(parameter)
             group["names"].append(name)
     return [group for group in groups if group["params"]]
@@ -841,7 +848,7 @@ def make_parts(
     wrapped = LossOnly(model, config.loss_chunk, gap)
     if config.compile:
         compile_blocks(model)
-    groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
+    groups, betas = parameter_groups(model, config.weight_decay, config.decay), (config.beta1, config.beta2)
     fused = True if device.type == "cuda" else None
     return wrapped, torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
