@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from longhorn_kit.lab import language, language_grid
+from longhorn_kit.lab import claims, language, language_grid
 from longhorn_kit.lab.language import LMPreset
 from longhorn_kit.lab.language_grid import (
     MAIN, OTHERS, SECOND, SETTINGS, LanguageGrid, efficiency, figures, grid_from, in_order, kind_of, next_job, open_texts, paired,
@@ -88,6 +88,16 @@ def test_what_only_changes_the_speed_finds_the_same_results():
     faster = replace(TOY, preset=replace(TOY.preset, train=replace(RECIPE, accumulate=2, loss_chunk=8, log_every=2)))
     assert settings_of(TOY, ("mamba", 0), "x") == settings_of(faster, ("mamba", 0), "x")
     assert settings_of(TOY, ("mamba", 0), "x") != settings_of(TOY, ("mamba", 0), "another text")
+
+
+def test_recorded_runs_are_still_found_and_switches_are_other_runs():
+    from longhorn_kit.lab.language import override
+    recorded = read_jsonl(claims.results_folder() / "language" / "gpu" / "runs.jsonl")
+    grid = replace(SETTINGS["gpu"], tokens=recorded[0]["tokens"])
+    for then in (row["settings"] for row in recorded if row["tokens"] == grid.tokens):
+        assert settings_of(grid, (then["mixer"], then["seed"]), then["corpus"]) == then
+    for change in ({"sizes": "official"}, {"decay": "official"}):
+        assert settings_of(replace(TOY, preset=override(TOY.preset, **change)), ("gla", 0), "x") != settings_of(TOY, ("gla", 0), "x")
 
 
 # ---- the text
