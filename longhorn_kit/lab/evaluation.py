@@ -380,7 +380,8 @@ def score_table(
         rows.append(["mean of the six", reading, "contains", f"{mean:.4f}", "", ""])
     for reading, found in perplexities(record).items():
         if len(found) > 1:
-            rows.append([f"mean of {len(found)} sets", reading, "perplexity", f"{sum(found.values()) / len(found):.4f}", "", ""])
+            mean = sum(found.values()) / len(found)
+            rows.append([f"mean of {len(found)} sets", reading, "perplexity", f"{mean:.4f}", "", ""])
     title = f"{record['parameters']:,} parameters, {record['lm_eval'] and 'lm-eval ' + record['lm_eval']}"
     return title, ["task", "read", "metric", "value", "± error", "documents"], rows
 

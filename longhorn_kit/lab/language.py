@@ -185,7 +185,7 @@ DIFFERENCES = [Difference(*row) for row in (
      "none in Longhorn and Mamba, 0.2 in all others", "none for these three models", CODE),
     ("tokens of the Shakespeare run", "characters", "bytes, a vocabulary of 256",
      "our models have a larger embedding", CODE),
-    ("validation", "200 random batches; the lowest evaluation is reported; evaluating changes the order of training data",
+    ("validation", "200 random batches; the lowest evaluation is reported; evaluating changes the order of the data",
      "every held-out token once; the last evaluation; evaluating changes nothing",
      "published losses contain sampling noise, and the lowest is never above the last", CODE),
     ("count of layers", "12 layers", "24 blocks of Longhorn or Mamba; 12 of attention, each with an MLP",
