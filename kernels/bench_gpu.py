@@ -35,6 +35,9 @@ ANCHORS = {
             "measured once on this GPU model before this workbench existed and not again by this run",
     "official_longhorn_cuda": dict(S1=(0.862, 2.70), S2=(0.936, 2.88), S3=(4.24, 13.97)),   # diagonal, layout (B,D,T)
     "mamba_cuda": dict(S1=(0.591, 2.32), S2=(0.635, 2.59), S3=(3.01, 10.2)),                # S6
+    "again": "measured once more, later, on this GPU model with torch 2.11 and CUDA 13",
+    "official_longhorn_cuda_again": dict(S1=(0.859, 2.619), S2=(0.932, 2.840), S3=(4.07, 13.25)),
+    "mamba_cuda_again": dict(S1=(0.589, 2.300), S2=(0.632, 2.591), S3=(2.85, 9.89)),
 }
 
 

@@ -24,9 +24,8 @@ from typing import Annotated, Literal, Union
 import tyro
 
 from . import __version__
-from longhorn_kit.lab.claims import (
-    PLATFORM, SCALES, Claim, claim_module, find_claim, judge, ledger, ledger_text, load_record,
-    runnable, suggest)
+from .lab.claims import PLATFORM, SCALES, Claim, claim_module, find_claim, runnable, suggest
+from .lab.ledger import Row, cells, judge_record, ledger, ledger_json, ledger_text, load_record
 
 # %% ../nbs/cli.ipynb #cli-005
 class UsageError(ValueError):
@@ -66,11 +65,14 @@ def complaint(
 @dataclass
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
-    out: str = "runs" # folder of your runs
+    out: str = "runs"  # folder of your runs
+    json: bool = False # print everything that is known about every row, as JSON
 
     def __call__(self):
         rows = ledger(self.out)
-        print(ledger_text(rows, shutil.get_terminal_size((100, 24)).columns))
+        if self.json:
+            return print(ledger_json(rows))
+        print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
@@ -131,7 +133,7 @@ def finished_record(
     "The record of a finished run; None if there is none, or none that can be read and judged."
     try:
         record = load_record(folder / "record.json", claim.name)
-        judge(claim, record)
+        judge_record(claim, record)
         return record
     except ValueError:
         return None
@@ -169,8 +171,10 @@ def run_claim(
         if folder.exists():
             print(f"  going on with what is in {folder}", flush=True)
         record = module.run(scale, folder)
-    ours, verdict = judge(claim, record)
-    print(f"  {verdict}: {ours}  [{duration(record['seconds'])}]", flush=True)
+    for pair in judge_record(claim, record):
+        label, paper, here, n, verdict = cells(Row(claim, *pair))
+        print(f"  {label}: {here}, n = {n}, {verdict}")
+    print(f"  [{duration(record['seconds'])}]", flush=True)
     if finished_record(claim, folder) != record: # a grid writes its record only when it is complete
         errors = folder / "failed.jsonl"
         raise RuntimeError(f"some of its runs failed, see {errors}" if errors.exists() else "some of its runs are missing")
@@ -348,7 +352,7 @@ def evaluate_from(
 @dataclass
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
-    tasks: tuple[str, ...]  # lm-eval's names, or recall: the six recall-intensive sets, or downstream: perplexities
+    tasks: tuple[str, ...]  # lm-eval's names, recall: the six recall-intensive sets, or downstream: perplexities
     model: str              # folder of a trained model, of the run that trained it, or of transformers
     read: Literal["once", "twice", "both"] = "once" # twice: every context is given two times
     shots: int | None = None      # examples before each question; by default the task's

@@ -4,17 +4,18 @@ import sys
 import types
 
 from longhorn_kit.lab.claims import Claim
+from longhorn_kit.lab.stats import Comparison
 
 MODULE = "longhorn_tests_fake_claim"
 
 
-def check(record):
+def compare(record):
     score = record["results"]["score"]
-    return f"score {score}", "holds" if score > 0 else "does not hold"
+    return [Comparison("score", (score, score, score), searched=0)]
 
 
 def claim(name="fake", **options):
-    fields = {"module": MODULE, "check": check, "minutes": {"laptop": 1}} | options
+    fields = {"module": MODULE, "compare": compare, "minutes": {"laptop": 1}} | options
     return Claim(name, f"The {name} claim < & holds.", "1.0", "official code", "score above zero", **fields)
 
 

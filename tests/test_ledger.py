@@ -1,0 +1,208 @@
+"""The claims ledger: every state that a record file can be in, and every way to show the rows."""
+import json
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import fakes
+import pytest
+
+from longhorn_kit.lab import claims
+from longhorn_kit.lab.forest import axis, forest, picture
+from longhorn_kit.lab.ledger import KERNELS, Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.stats import Comparison, judge
+
+
+@pytest.fixture
+def three_claims(monkeypatch):
+    rows = [fakes.claim(), fakes.claim("other", module=None, compare=None, minutes={}),
+            fakes.claim("reader", module=None, reads="fake", minutes={})]
+    monkeypatch.setattr(claims, "CLAIMS", rows)
+    return rows
+
+
+def put(folder, text, name="fake"):
+    path = folder / name / "laptop" / "record.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def words(rows):
+    return [row.judgement.verdict for row in rows]
+
+
+def test_nothing_ran(three_claims, tmp_path):
+    rows = ledger(tmp_path / "missing", tmp_path / "missing too")
+    assert words(rows) == ["not run"] * 3
+    assert rows[0].command == "longhorn reproduce fake --scale laptop" and "1 min on two CPU cores" in rows[0].judgement.why
+    assert rows[1].command == "" == rows[2].command
+
+
+def test_scale_without_a_run_is_a_row_beside_the_one_that_has_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(minutes={"laptop": 1, "gpu": 20, "paper": 3000})])
+    put(tmp_path, json.dumps(fakes.record()))
+    rows = ledger(tmp_path, tmp_path / "none")
+    assert [(row.scale, row.judgement.verdict) for row in rows] == [("laptop", "holds"), ("gpu", "not run"), ("paper", "not run")]
+    assert "50 h on four" in rows[2].judgement.why and rows[1].command == "longhorn reproduce fake --scale gpu"
+
+
+def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, tmp_path):
+    folder = tmp_path / "results" / "fake"
+    folder.mkdir(parents=True)
+    (folder / "seeds.json").write_text(json.dumps(fakes.record(command='python -c run("laptop", "x", replace(SETTINGS["laptop"], seeds=(0, 1)))')))
+    (folder / "notes.json").write_text('{"anything": 1}')
+    (folder / "damaged.json").write_text('{"cla')
+    row, *others = ledger(tmp_path / "none", tmp_path / "results")
+    assert (row.scale, row.judgement.verdict, row.file) == ("laptop (seeds)", "holds", "nbs/lab/results/fake/seeds.json")
+    assert row.command.startswith("python -c 'from dataclasses import replace; from longhorn_tests_fake_claim import *; run(")
+    assert words(other for other in others if other.claim.name == "fake") == ["not run"]
+
+
+def test_recorded_commands_can_be_typed_into_a_shell():
+    import ast
+    import shlex
+    for row in ledger("no runs"):
+        parts = [part for part in shlex.split(row.command) if not part.startswith("LONGHORN_TEXT=")]
+        if "-c" in parts:
+            ast.parse(parts[parts.index("-c") + 1])
+        assert not parts or parts[0] in ("longhorn", "python", "python3", "for")
+        assert ";" not in row.command or parts[0] == "for" or "-c" in parts # no prose behind it
+        if row.command:
+            assert subprocess.run(["sh", "-n", "-c", row.command]).returncode == 0
+        if row.comparison.differences and row.scale != "published":
+            assert row.command and row.file, "every measured row links its record and the command that repeats it"
+
+
+def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "CLAIMS", [claims.find_claim("kernel-time")])
+    results = tmp_path / "nbs" / "lab" / "results"
+    results.mkdir(parents=True)
+    assert words(ledger("x", results)) == ["not run"]
+    path = tmp_path / KERNELS
+    path.parent.mkdir(parents=True)
+    for text in ("", "[]", '{"rows": []}', '{"rows": 3}'):
+        path.write_text(text)
+        rows = ledger("x", results)
+        assert words(rows) == ["cannot be judged"] and "cannot be read" in rows[0].judgement.why, text
+
+
+def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
+    put(tmp_path / "runs", json.dumps(fakes.record(results={"score": -1})))
+    (tmp_path / "results" / "fake").mkdir(parents=True)
+    (tmp_path / "results" / "fake" / "laptop.json").write_text(json.dumps(fakes.record()))
+    rows = ledger(tmp_path / "runs", tmp_path / "results")
+    assert [(row.claim.name, row.judgement.verdict) for row in rows] == [
+        ("fake", "does not hold"), ("fake", "holds"), ("other", "not run"), ("reader", "does not hold"), ("reader", "holds")]
+    assert rows[0].file == "runs/fake/laptop/record.json"
+    text = str(rows)
+    assert text.count("The fake claim") == 1 and "-1.0 points" in text and "+2.0 points" in text
+
+
+@pytest.mark.parametrize("text", [
+    b"", b"{", b"\xff\xfe\x00garbage", b"[1, 2]", b"null", b'{"claim": "other"}', b'{"claim": "fake"}',
+    b'{"claim": "fake", "results": null}', b'{"claim": "fake", "results": {"score": "high"}}', b"\x00" * 64,
+    json.dumps(fakes.record(results={"score": "high"})).encode(), json.dumps(fakes.record(results={"score": None})).encode(),
+])
+def test_damaged_record_is_a_row_and_not_a_crash(three_claims, tmp_path, text):
+    put(tmp_path, text)
+    rows = ledger(tmp_path, tmp_path / "none")
+    assert words(rows) == ["cannot be judged", "not run", "cannot be judged"]
+    assert rows[0].judgement.why.startswith("record.json ") and "\n" not in rows[0].judgement.why
+    assert "record.json" in ledger_text(rows) and "record.json" in rows._repr_html_()
+
+
+def test_record_that_is_a_folder_cannot_be_judged(three_claims, tmp_path):
+    (tmp_path / "fake" / "laptop" / "record.json").mkdir(parents=True)
+    assert words(ledger(tmp_path, tmp_path))[0] == "cannot be judged"
+
+
+def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(three_claims, tmp_path):
+    (tmp_path / "fake" / "laptop").mkdir(parents=True)
+    assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
+    (tmp_path / "fake" / "laptop" / "metrics.jsonl").write_text("")
+    row = ledger(tmp_path, tmp_path)[0]
+    assert (row.judgement.verdict, row.judgement.why) == ("not run", "started, no record yet")
+    (tmp_path / "fake" / "laptop").rename(tmp_path / "fake" / "laptop.previous")
+    assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
+
+
+@pytest.mark.parametrize("width", [20, 72, 80, 120, 200])
+def test_terminal_table_keeps_to_its_width_and_loses_no_word(width):
+    rows = ledger("no runs")
+    text = ledger_text(rows, width)
+    assert max(map(len, text.splitlines())) <= max(72, width)
+    there = set(re.findall("[A-Za-z]+", text))
+    for row in rows:
+        assert set(re.findall("[A-Za-z]+", " ".join([row.claim.statement, row.claim.published, row.judgement.why, row.file, row.command, *cells(row)]))) <= there
+    assert all(re.search(rf"^{name}\b", text, re.M) for name in {row.claim.name for row in rows})
+
+
+def test_json_holds_everything():
+    rows, found = ledger("no runs"), json.loads(ledger_json(ledger("no runs")))
+    assert len(found) == len(rows)
+    for row, line in zip(rows, found):
+        assert (line["claim"], line["verdict"], line["file"], line["command"], line["n"]) == (
+            row.claim.name, row.judgement.verdict, row.file, row.command, row.judgement.n)
+        assert line["differences"] == list(row.comparison.differences) and {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
+
+
+def test_html_and_markdown_are_escaped(three_claims, tmp_path):
+    put(tmp_path, json.dumps(fakes.record()))
+    rows = ledger(tmp_path, tmp_path / "none")
+    assert "claim &lt; &amp; holds" in rows._repr_html_() and "claim < &" not in rows._repr_html_()
+    assert "claim &lt; &amp; holds" in section("fake", rows)
+    lines = ledger_markdown([Row(rows[0].claim, Comparison("a | b", (1.0,)), judge([Comparison("a", (1.0,))])[0])]).splitlines()
+    assert len(lines) == 3 and lines[2].replace("\\|", "").count("|") == 6
+
+
+def measured(*comparisons):
+    return [Row(fakes.claim(), *pair) for pair in zip(comparisons, judge(list(comparisons)))]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_plot_is_text_that_names_every_row_and_verdict(narrow):
+    rows = measured(Comparison("a < b & c", (2.0, 2.1, 2.2), published=1.0, searched=0), Comparison("far", (1.0, -40.0, 42.0)), Comparison("one", (0.5,)))
+    svg = picture(rows, narrow)
+    root = ElementTree.fromstring(svg)
+    told = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+    assert {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(told) and root.get("role") == "img" and root.get("aria-label")
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for element in root.iter():
+        if element.tag.endswith("text"):
+            assert 0 <= float(element.get("x")) <= width and 0 < float(element.get("y")) <= height
+    assert "prefers-color-scheme: dark" in svg and svg.count("<circle") == 2, "a ring and a disc"
+
+
+def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
+    rows = measured(Comparison("x", (1.0, 2.0, 3.0)), Comparison("y", (-90.0, 95.0, -2.0)))
+    place, ticks = axis(rows, "points", (100, 200))
+    assert place(0) == 150 < place(1) and 100 <= place(-1e9) and place(1e9) <= 200 and ticks[1] == 0 == ticks[0] + ticks[2]
+    times = measured(Comparison("x", (2.0, 4.0, 3.0), "times", searched=0))
+    place, ticks = axis(times, "times", (0, 100))
+    assert place(1) == 50 and place(2) - place(1) == pytest.approx(place(1) - place(0.5)) and 1 in ticks
+
+
+def test_plot_of_the_ledger_has_a_row_for_every_measured_comparison():
+    rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
+    html = forest(rows)
+    assert html.count("<svg") == 2 and all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
+
+
+def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
+    code = ("import sys; from longhorn_kit.lab.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
+            "print([m for m in ('torch', 'matplotlib') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "CLAIMS", [claims.find_claim(name) for name in ("scalar-rate", "sample-efficiency", "language")])
+    results = {"bits_per_byte": {"longhorn": [1.0], "mamba": [2.0], "attention": [3.0]}, "parameters": {"longhorn": 1e6}, "tokens": 1e6}
+    record = fakes.record("language", results=results, settings={"preset": {"train": {"lr": 0.003}}})
+    put(tmp_path, json.dumps(record), "language")
+    rows = ledger(tmp_path, tmp_path / "none")
+    assert [row.judgement.verdict for row in rows if (row.claim.name, row.scale) == ("language", "laptop")] == ["cannot be judged"] * 2
+    assert all("one learning rate" in row.judgement.why for row in rows if row.claim.name == "language" and row.scale == "laptop")
+    assert {row.judgement.verdict for row in rows if row.claim.name != "language"} == {"not run"}
