@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language
-from longhorn_kit.lab.claims import ONE_SEED, find_claim, judge
+from longhorn_kit.lab.claims import judged
 from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
-    DIFFERENCES, LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, comparisons, decode_times, figures,
+    DIFFERENCES, LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, decode_times, figures,
     find_preset, model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
@@ -225,7 +225,7 @@ def test_record_can_be_drawn_and_judged(tmp_path, text):
     assert all(caption for _, caption in figures(record)) and all(text.startswith("    def ") for _, text in samples(record))
     for title, header, rows in tables(record):
         assert rows and all(len(row) == len(header) for row in rows)
-    assert judge(find_claim("language"), record)[1] in ("holds", "mixed", "does not hold")
+    assert [(found.n, found.verdict) for _, found in judged("language", record)][:2] == [(2, "cannot be judged")] * 2 # one learning rate
 
 
 def test_caches_at_several_lengths_are_those_of_reading_at_once():
@@ -292,19 +292,6 @@ def test_seed_decides_the_weights_and_leaves_torchs_state_alone():
     config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
     one, same, other = (language.new_model(config, seed).embedding.weight for seed in (0, 0, 1))
     assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
-
-
-def made_up(**bits):
-    return {"results": {"bits_per_byte": {"longhorn_exact": [2.0], **bits}}}
-
-
-def test_one_seed_decides_only_what_is_larger_than_its_noise():
-    def outcomes(**bits):
-        return [row[-1] for row in comparisons(made_up(**bits))]
-    big, small = ONE_SEED * 2, ONE_SEED / 2
-    assert outcomes(longhorn=[2.0], mamba=[2.0 + big], attention=[2.0 - big]) == ["holds", "does not hold"]
-    assert outcomes(longhorn=[2.0], mamba=[2.0 + small], attention=[2.0 - small]) == ["mixed", "mixed"]
-    assert outcomes(longhorn=[2.0, 2.1], mamba=[2.01, 2.11], attention=[2.3, 2.11]) == ["holds", "mixed"]
 
 
 def test_files_that_are_no_text_are_one_line(tmp_path, monkeypatch):

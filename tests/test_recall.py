@@ -1,17 +1,19 @@
 import os, signal, subprocess, sys, time
 from dataclasses import replace
+from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import recall
 from longhorn_kit.lab.recall import (
-    MEMORIES, RecallConfig, RecallModel, best_cell, comparisons, draw_streams, figures, grade, guess_level, look_up, run, tables,
-    train_recall,
+    MEMORIES, RecallConfig, RecallModel, draw_streams, figures, grade, guess_level, late_recall, look_up, run, run_model, tables, train_recall,
 )
-from longhorn_kit.lab.claims import find_claim, judge
+from longhorn_kit.lab import claims
 from longhorn_kit.lab.records import read_json
+from longhorn_kit.lab.stats import WORDS
 
 TINY = RecallConfig(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_size=4, steps=6, warmup=1, lrs=(0.05,), seeds=(0, 1),
+                    search_seeds=(100,),
                     test_streams=8, test_pairs=(2, 4), points=3)
 
 
@@ -75,18 +77,18 @@ def test_memories_without_forgetting_agree():
 def test_killed_run_goes_on_and_gives_the_same_numbers(tmp_path):
     code = ("from dataclasses import replace; from longhorn_kit.lab import recall; from tests.test_recall import TINY as tiny; import sys, time\n"
             "TINY = replace(tiny, tasks=('once',))\n"
-            "inner = recall.run_cell\n"
+            "inner = recall.run_model\n"
             "def slow(*args):\n    time.sleep(0.3); return inner(*args)\n"
-            "recall.run_cell = slow; recall.run('laptop', sys.argv[1], TINY, workers=1)")
+            "recall.run_model = slow; recall.run('laptop', sys.argv[1], TINY, workers=1)")
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], cwd=os.path.dirname(os.path.dirname(__file__)),
                                env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while len(list((tmp_path / "a").glob("cells/*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
+    while len(list((tmp_path / "a").glob("cells/*.json"))) < 5 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("cells/*.json")}
-    assert 3 <= len(kept) < len(MEMORIES) and not (tmp_path / "a" / "record.json").exists()
+    assert 5 <= len(kept) < 2 * len(MEMORIES) and not (tmp_path / "a" / "record.json").exists()
     once = replace(TINY, tasks=("once",))
     resumed, fresh = run("laptop", tmp_path / "a", once, workers=1), run("laptop", tmp_path / "b", once, workers=2)
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
@@ -101,9 +103,11 @@ def test_finished_cells_are_not_run_again_unless_settings_change(tmp_path, monke
     config = replace(TINY, tasks=("once",))
     record = run("laptop", tmp_path, config, workers=1)
     again = run("laptop", tmp_path, config, workers=1)
-    assert len(trained) == len(MEMORIES) and record["results"] == again["results"] and read_json(tmp_path / "record.json") == again
+    assert len(trained) == 2 * len(MEMORIES) and record["results"] == again["results"] and read_json(tmp_path / "record.json") == again
     run("laptop", tmp_path, replace(config, steps=7), workers=1)
-    assert len(trained) == 2 * len(MEMORIES)
+    assert len(trained) == 4 * len(MEMORIES)
+    run("laptop", tmp_path, replace(config, steps=7, lrs=(0.05, 1e30)), workers=1) # one more rate: one more search cell each
+    assert len(trained) == 5 * len(MEMORIES)
 
 
 def test_record_is_small_and_drawable(tmp_path):
@@ -113,28 +117,43 @@ def test_record_is_small_and_drawable(tmp_path):
     assert all(caption for _, caption in figures(record))
     for title, header, rows in tables(record):
         assert rows and all(len(row) == len(header) for row in rows)
-    assert judge(find_claim("recall"), record)[1] in ("holds", "mixed", "does not hold")
+    judged = claims.judged("recall", record)
+    assert len(judged) == 6 and all(found.n == 2 and found.verdict in WORDS for _, found in judged)
 
 
-def made_up(**recall_of):
-    return {"results": {"tasks": {"once": {"recall": recall_of}}}}
+def test_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_test(tmp_path, monkeypatch):
+    late, calls = {0.1: 0.4, 0.2: 0.6, 0.3: 0.5}, []
+    def made_up(task, name, lr, config, folder):
+        calls.append((lr, config.seeds))
+        recall = [[0.0] * 9 + [late[lr] if config.seeds == (100, 101) else 1 - late[lr]]]
+        return {"settings": {"lr": lr}, "steps": [1] * 10, "loss": [[1.0] * 10], "recall": recall, "test": {"4": [1 - late[lr]]}, "seconds": 1}
+    monkeypatch.setattr(recall, "run_cell", made_up)
+    found = run_model("once", "gla", replace(TINY, lrs=tuple(late), search_seeds=(100, 101)), tmp_path)
+    assert found["settings"]["lr"] == 0.2 and found["grid"] == {"0.1": 0.4, "0.2": 0.6, "0.3": 0.5} and found["seconds"] == 4
+    assert calls == [(0.1, (100, 101)), (0.2, (100, 101)), (0.3, (100, 101)), (0.2, (0, 1))]
+    found = run_model("once", "gla", replace(TINY, lrs=(0.3,), search_seeds=()), tmp_path)
+    assert found["grid"] == {} and calls[4:] == [(0.3, (0, 1))] # nothing to choose
 
 
-def test_statement_needs_every_seed_and_more_than_the_spread():
-    order = dict(longhorn_exact=[0.9, 0.95], longhorn=[0.7, 0.72], gla=[0.5, 0.51], attention=[0.4, 0.45])
-    outcomes = lambda **recall_of: [row[-1] for row in comparisons(made_up(**order | recall_of))]
-    assert outcomes() == ["holds"] * 3
-    assert outcomes(attention=[1.0, 1.0]) == ["holds", "holds", "does not hold"]
-    assert outcomes(attention=[0.8, 1.0])[2] == "mixed"   # one seed each way
-    assert outcomes(attention=[0.89, 0.55])[2] == "mixed" # ahead twice, but by less than the spread
-    task, first, second, middle, spread, _ = comparisons(made_up(**order))[0]
-    assert (task, first, second) == ("once", "longhorn_exact", "longhorn")
-    assert middle == pytest.approx(0.215) and spread == pytest.approx(0.015 * 2**0.5)
+def test_a_run_that_diverges_is_the_worst(tmp_path):
+    found = run_model("once", "longhorn", replace(TINY, lrs=(1e30, 1e-9)), tmp_path)
+    assert found["settings"]["lr"] == 1e-9 and found["grid"]["1e+30"] == 0
+    cell = {"steps": [1] * 10, "recall": [[0.9] * 10] * 2, "loss": [[1.0] * 10, [recall.DIVERGED] + [1.0] * 9]}
+    assert late_recall(cell) == pytest.approx(0.9) # a seed that came back
+    cell["loss"][1][-1] = recall.DIVERGED
+    assert late_recall(cell) == 0
 
 
-def test_learning_rate_is_chosen_by_training_not_by_the_test():
-    cells = [{"steps": [1] * 10, "recall": [[0.0] * 9 + [late]], "test": {"4": [test]}} for late, test in ((0.5, 0.9), (0.6, 0.1))]
-    assert best_cell(cells) is cells[1]
+@pytest.mark.parametrize("name", ["laptop", "narrow"])
+def test_recorded_learning_rates_lie_inside_their_grid(name):
+    record = read_json(Path(__file__).parent.parent / "nbs" / "lab" / "results" / "recall" / f"{name}.json")
+    results = record["results"]
+    assert len(results["search_seeds"]) == 3 and not set(results["search_seeds"]) & set(record["settings"]["seeds"])
+    for found in results["tasks"].values():
+        for model, grid in found["grid"].items():
+            rates = sorted(grid, key=float)
+            assert f"{found['lr'][model]:g}" == max(grid, key=grid.get) and max(grid, key=grid.get) not in (rates[0], rates[-1])
+            assert len(found["recall"][model]) == len(record["settings"]["seeds"]) == 8
 
 
 def test_unknown_scale_is_one_clear_line(tmp_path):
@@ -146,7 +165,8 @@ def test_unknown_scale_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("wrong, says", [
     (dict(pairs=12), "pairs is 12; expected one of test_pairs"), (dict(lrs=()), "lrs is empty"), (dict(seeds=()), "seeds is empty"),
     (dict(tasks=()), "tasks is empty"), (dict(batch_size=0), "batch_size is 0"), (dict(points=0), "points is 0"),
-    (dict(test_streams=0), "test_streams is 0")])
+    (dict(test_streams=0), "test_streams is 0"), (dict(lrs=(0.1, 0.2), search_seeds=()), "search_seeds is empty, with 2"),
+    (dict(search_seeds=(1, 2)), "seeds and search_seeds share 1")])
 def test_settings_are_checked_before_anything_is_trained(wrong, says):
     with pytest.raises(ValueError, match=says):
         replace(TINY, **wrong)

@@ -22,6 +22,7 @@ from longhorn_kit import cli
 from longhorn_kit.lab import vision_runs as lab
 from longhorn_kit.lab.vision_runs import (
     CompareConfig, FitConfig, ImageSet, VISION_PRESETS, fit, open_data, train_vision, vision_config)
+from longhorn_kit.lab.stats import WORDS
 from longhorn_kit.lab.training import WorkerLost
 from test_training import two_processes
 
@@ -464,21 +465,11 @@ def record(tmp_path_factory):
 def test_record_verdict_tables_and_figures(record):
     assert record["claim"] == "vision" and record["scale"] == "laptop" and json.dumps(record)
     assert set(record["results"]["top1"]) == {"longhorn", "mamba"} and record["results"]["held_out"] == 40
-    text, outcome = lab.verdict(record)
-    assert "% top 1 on digits" in text and outcome in ("holds", "mixed", "does not hold")
+    assert all(found.verdict in WORDS for _, found in lab.claims.judged("vision", record))
     for title, header, rows in lab.tables(record):
         assert title and all(len(row) == len(header) for row in rows)
     (figure, caption), = lab.figures(record)
     assert "held-out images of digits" in caption and figure.axes[0].get_xlabel() == "epoch"
-
-
-def test_verdict_follows_the_numbers(record):
-    def judged(longhorn, mamba):
-        top1 = {"longhorn": longhorn, "mamba": mamba}
-        return lab.verdict(record | {"results": record["results"] | {"top1": top1}})[1]
-    assert judged([0.9, 0.92], [0.8, 0.81]) == "holds"
-    assert judged([0.8, 0.81], [0.9, 0.92]) == "does not hold"
-    assert judged([0.9, 0.8], [0.8, 0.9]) == "mixed"
 
 
 def test_unknown_scale_and_missing_gpu(tmp_path):
@@ -510,7 +501,8 @@ def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
     begun = lab.gpu_record(parts[:1], tmp_path / "begun.json")         # no DeiT yet
     assert set(begun["results"]["top1"]) == {"longhorn", "longhorn_exact", "mamba"}
     parts[0]["runs"] = parts[0]["runs"][:2]                             # nor Mamba
-    assert lab.verdict(lab.gpu_record(parts[:1], tmp_path / "begun.json"))[1] == "unfinished"
+    begun = lab.gpu_record(parts[:1], tmp_path / "begun.json")
+    assert [found.verdict for _, found in lab.claims.judged("vision", begun)][0] == "not run"
     parts[0]["runs"][0] |= {"seed": 1}
     with pytest.raises(ValueError, match="no seed was finished by every model"):
         lab.gpu_record(parts[:1], tmp_path / "none.json")

@@ -8,7 +8,7 @@ __all__ = ['NOUNS', 'COLOURS', 'NEEDLES', 'GPU_LENGTHS', 'SETTINGS', 'SCALES', '
            'haystack', 'repeat', 'answer_scores', 'question_scores', 'retrieval', 'lesson', 'teach', 'retrieval_maps',
            'ExtrapolationConfig', 'settings_for', 'Texts', 'measure', 'measure_once', 'find_checkpoints',
            'load_checkpoint', 'weights_hash', 'laptop_model', 'noise_cache', 'step_times', 'decoding', 'draw_decoding',
-           'run', 'prepared', 'finished_record', 'growth', 'verdict', 'models_in', 'ours_last', 'curves_of', 'mean_map',
+           'run', 'prepared', 'finished_record', 'growth', 'models_in', 'ours_last', 'curves_of', 'mean_map',
            'kinds_in', 'figures', 'tables']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
@@ -19,7 +19,6 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, stdev
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from .data import prepare
 from .language import (
     LM_PRESETS, LanguageConfig, LMPreset, cache_numbers, new_model, override, run_model)
 from .records import command_line, environment, one_thread, read_json, to_plain, write_json
+from .stats import spread_text, verdict_table
 from ..models import LMConfig, SequenceLM
 from ..scan.op import check_choice
 
@@ -637,13 +637,6 @@ def growth(
     rows = [model["text"][domain]["by_length"]["nats"] for model in record["results"]["models"] if model["mixer"] == mixer]
     return [math.expm1(nats[-1] - nats[0]) for nats in rows]
 
-# %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-061
-def verdict(
-    record: dict,
-) -> tuple[str, str]: # (ours, "holds", "mixed" or "does not hold")
-    "What the ledger says of a record."
-    return claims.judge_extrapolation(record)
-
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-062
 def models_in(
     record: dict,
@@ -801,14 +794,6 @@ def figures(
     return drawn
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-071
-def _shown(
-    values: list[float],
-    form: str = "{:.3f}",
-) -> str:
-    "Mean, and standard deviation where there are several."
-    spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
-    return form.format(mean(values)) + spread
-
 def _perplexity_table(
     record: dict,
     domain: str,
@@ -820,8 +805,8 @@ def _perplexity_table(
         lengths = found[0]["by_length"]["length"]
         values = zip(*([math.exp(nats) for nats in one["by_length"]["nats"]] for one in found))
         grown = [100 * value for value in growth(record, mixer, domain)]
-        rows.append([NAMES.get(mixer, mixer), *map(_shown, map(list, values)), _shown(grown, "{:+.1f}") + " %",
-                     _shown([math.exp(one["sliding"]) for one in found])])
+        rows.append([NAMES.get(mixer, mixer), *map(spread_text, map(list, values)), spread_text(grown, "{:+.1f}") + " %",
+                     spread_text([math.exp(one["sliding"]) for one in found])])
     title = f"Perplexity a token on {domain}, by window length (trained on {record['results']['context']:,})"
     return title, ["model", *(f"{length:,}" for length in lengths), "longest / first", "sliding"], rows
 
@@ -849,4 +834,5 @@ def tables(
     results = record["results"]
     found = [_perplexity_table(record, domain) for domain in results["text"]]
     found += [_needle_table(record, kind) for kind in kinds_in(record)]
-    return found
+    judged = claims.judged("extrapolation", record) + claims.judged("extrapolation-delta", record)
+    return [*found, verdict_table(judged, "What the rule says")]

@@ -21,7 +21,7 @@ import longhorn_kit
 from . import claims
 from .claims import PLATFORM, SCALES, Claim, find_claim, judged
 from .forest import forest
-from .stats import WORDS, Comparison, Judgement, show
+from .stats import WORDS, Comparison, Judgement, effect, show
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-008
 @dataclass(frozen=True)
@@ -186,12 +186,8 @@ def cells(
     found, unit = row.judgement, row.comparison.unit
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
     paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
-    here, n = "–", "–"
-    if row.comparison.differences:
-        here = show(found.difference, unit)
-        if math.isfinite(found.low) and found.low < found.high:
-            here += f" [{show(found.low, unit)}, {show(found.high, unit)}]"
-        here, n = f"{here} {unit}", str(found.n or "–")
+    n = str(found.n or "–") if row.comparison.differences else "–"
+    here = effect(row.comparison, found) or "–"
     return label, paper, here, n, str(found)
 
 def reason(

@@ -32,6 +32,7 @@ from . import claims
 from .mqar import Run, Task, Training, place_guess, train_run
 from .records import (
     append_jsonl, command_line, commit_of_kit, end_with, environment, progress, read_json, read_jsonl, to_plain, write_json)
+from .stats import verdict_table
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-006
 MODELS = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba", "gla", "deltanet", "attention")
@@ -975,7 +976,5 @@ def tables(
         rows = [[name_of(cell), cell["d_model"], seeds(cell["accuracy"]), f"{cell['lr']:g}", cell["state_bytes"], cell["parameters"]]
                 for cell in mine]
         found.append((f"{length} tokens, {pairs} pairs", header, rows))
-    rows = [[f"{NAMES[a]} above {NAMES[b]}", f"{cell['length']} / {cell['pairs']}", cell["d_model"], f"{100 * lead:+.1f}",
-             " / ".join(map(str, seeds)), claims.DECIDED.get(outcome, outcome)] for a, b, cell, lead, outcome, seeds in claims.compare_mqar(record)]
-    header = ["statement", "tokens / pairs", "d_model", "lead (points)", "seeds won / tied / lost", "here"]
-    return [*found, ("Statements, one size and width at a time", header, rows)]
+    judged = [pair for name in ("mqar", "exact-mqar", "larger-state") for pair in claims.judged(name, record)]
+    return [*found, verdict_table(judged, "What the rule says")]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'MARGINS', 'MIN_SEEDS', 'LEVEL', 'SEARCH', 'FORMS', 'Comparison', 'holm', 'Judgement', 'measure', 'judge',
-           'overall', 'show', 'spread_text']
+           'overall', 'show', 'spread_text', 'effect', 'verdict_table']
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-003
 import math
@@ -122,4 +122,27 @@ def spread_text(
     form: str = "{:.3f}", # of a number
 ) -> str:
     "Write a mean, with the standard deviation over seeds if there are several."
-    return form.format(mean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
+    spread = f" ± {form.replace('+', '').format(stdev(values))}" if len(values) > 1 else ""
+    return form.format(mean(values)) + spread
+
+# %% ../../nbs/lab/38_stats.ipynb #38_stats-018
+def effect(
+    comparison: Comparison,
+    found: Judgement,
+) -> str:
+    "Write a difference with its interval and unit; empty if nothing was measured."
+    if not comparison.differences:
+        return ""
+    ends = f" [{show(found.low, comparison.unit)}, {show(found.high, comparison.unit)}]"
+    return show(found.difference, comparison.unit) + ends * (math.isfinite(found.low) and found.low < found.high) + f" {comparison.unit}"
+
+def verdict_table(
+    judged: list,           # (Comparison, Judgement) pairs
+    title: str = "Verdicts",
+) -> tuple:                 # (title, header, rows)
+    "Tabulate comparisons with what they came to, and the paper's differences if there are any."
+    paper = any(comparison.published is not None for comparison, _ in judged)
+    theirs = lambda c: ["" if c.published is None else show(c.published, c.unit)] * paper
+    rows = [[comparison.label, effect(comparison, found), found.n, f"{found}{': ' * bool(found.why)}{found.why}", *theirs(comparison)]
+            for comparison, found in judged]
+    return title, ["comparison", "difference [95 % interval]", "n", "verdict"] + ["paper"] * paper, rows
