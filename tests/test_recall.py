@@ -118,7 +118,7 @@ def test_record_is_small_and_drawable(tmp_path):
     for title, header, rows in tables(record):
         assert rows and all(len(row) == len(header) for row in rows)
     judged = claims.judged("recall", record)
-    assert len(judged) == 6 and all(found.n == 2 and found.verdict in WORDS for _, found in judged)
+    assert len(judged) == 8 and all(found.n == 2 and found.verdict in WORDS for _, found in judged)
 
 
 def test_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_test(tmp_path, monkeypatch):

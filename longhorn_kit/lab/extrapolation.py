@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
