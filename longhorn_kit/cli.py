@@ -149,7 +149,7 @@ def same_settings(
         return True
     from longhorn_kit.lab.records import to_plain, without_later
     now = without_later(to_plain(module.settings_for(scale)))
-    then = without_later(record.get("asked", record["settings"])) # what was run may have been fitted to the time there was
+    then = without_later(record.get("asked", record["settings"])) # may have been fitted to the time there was
     return all(then.get(name) == value for name, value in now.items())
 
 # %% ../nbs/cli.ipynb #cli-025
@@ -459,7 +459,7 @@ class TrainLM:
     precision: Literal["no", "bf16"] | None = None # no: float32
     compile: bool = False         # let torch.compile fuse what happens inside a block
     loss_chunk: int | None = None # tokens whose logits exist at a time, to save memory
-    sizes: Literal["matched", "official"] | None = None  # official: attention and GLA at the authors' sizes, 4 % smaller
+    sizes: Literal["matched", "official"] | None = None # official: attention and GLA as small as the authors'
     d_model: int | None = None    # width of the model
     n_layer: int | None = None    # blocks
     seed: int | None = None       # of weights, data order and dropout

@@ -138,6 +138,14 @@ def test_record_from_other_settings_is_not_taken_for_finished(here, capsys, monk
         assert len(fakes.module.calls) == runs
 
 
+def test_record_older_than_a_setting_is_finished(here, capsys, monkeypatch):
+    cli.main(["reproduce", "fake"]) # its record has no `decay`
+    for decay, runs in (("matrices", 1), ("official", 2)):
+        monkeypatch.setattr(fakes.module, "settings_for", lambda scale: {"steps": 3, "seeds": (0,), "decay": decay}, raising=False)
+        assert cli.main(["reproduce", "fake"]) == 0
+        assert len(fakes.module.calls) == runs
+
+
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
     assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; those that have one: fake, second"
     assert "at scale laptop: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
@@ -472,6 +480,17 @@ def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     assert cli.main(["train-lm", "--preset", "laptop", "--out", "o", "--seed", "0", "--warmup", "0", "--save-every", "0",
                      "--compile", "--loss-chunk", "0", "--weight-decay", "0"]) == 0
     assert given == {"seed": 0, "warmup": 0, "save_every": 0, "compile": True, "loss_chunk": 0, "weight_decay": 0}
+
+
+def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):
+    words = tiny(text, tmp_path / "run", "--mixer", "attention", "--decay", "official", "--sizes", "official")
+    assert cli.main(words) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["decay"] == "official"
+    assert json.loads((tmp_path / "run" / "lm_config.json").read_text())["d_mlp"] == 64
+    capsys.readouterr()
+    assert "holds a run with decay=official; this one has decay=matrices" in fails(capsys, [*words, "--decay", "matrices"])
+    assert "holds a run with mixer_options=" in fails(capsys, [*words, "--sizes", "matched"])
+    assert "the authors' size of retnet" in fails(capsys, tiny(text, tmp_path / "other", "--mixer", "retnet", "--sizes", "official"))
 
 
 def test_plan_prices_a_run_and_trains_nothing(tmp_path, monkeypatch, capsys):

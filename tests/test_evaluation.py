@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -199,6 +200,36 @@ def test_mean_over_the_six_only_where_all_are_there():
             for read in ("once", "twice") for i, task in enumerate(evaluation.RECALL.values())]
     assert evaluation.recall_means({"rows": rows}) == pytest.approx({"once": 0.25, "twice": 0.25})
     assert evaluation.recall_means({"rows": rows[1:]}) == pytest.approx({"twice": 0.25})
+
+
+WORDS = ["The cow , a big one , is brown . \n It says moo ", "A second article \n", "Two and two is four"]
+
+def test_downstream_gives_perplexities_per_word_and_their_mean(checkpoint, capsys, monkeypatch, tmp_path):
+    import datasets
+    docs = {"EleutherAI/wikitext_document_level": [{"page": text} for text in WORDS], "EleutherAI/lambada_openai": [{"text": text.strip()} for text in WORDS]}
+    load = lambda path, name=None, **options: datasets.DatasetDict({part: datasets.Dataset.from_list(docs[path]) for part in ("train", "validation", "test")})
+    monkeypatch.setattr("datasets.load_dataset", load)
+    assert cli.main(["eval", "--model", str(checkpoint), "--tasks", "downstream", "--out", str(tmp_path / "scores.json")]) == 0
+    assert len(evaluation.manager_for(evaluation.expand_tasks(["downstream"]), None).all_subtasks) < 20 # not the files of all tasks
+    out, record = capsys.readouterr().out, json.loads((tmp_path / "scores.json").read_text())
+    model = SequenceLM.from_pretrained(checkpoint)
+    plain = ["The cow, a big one, is brown.\nIt says moo ", "A second article\n", WORDS[2]]
+    pages = sum(log_probability(model, "", text) for text in plain)
+    last = [text.strip().rpartition(" ") for text in WORDS]
+    last = sum(log_probability(model, context, " " + word) for context, _, word in last)
+    expected = {"wikitext": math.exp(-pages / sum(len(re.split(r"\s+", text)) for text in WORDS)), "lambada_openai": math.exp(-last / len(WORDS))}
+    assert evaluation.perplexities(record) == {"once": pytest.approx(expected, rel=1e-4)}
+    mean = sum(evaluation.perplexities(record)["once"].values()) / 2
+    assert f"mean of 2 sets  once  perplexity       {mean:.4f}" in out
+    assert value(record, "wikitext", "byte_perplexity") > 1 # in the record, but not in the mean
+
+
+def test_one_perplexity_has_no_mean():
+    row = {"task": "a", "read": "once", "metric": "perplexity", "value": 3.0, "stderr": None, "documents": 1}
+    table = lambda *rows: [line[0] for line in evaluation.score_table({"rows": list(rows), "parameters": 1, "lm_eval": "0"})[2]]
+    assert table(row) == ["a"] and table(row, row | {"task": "b", "metric": "acc"}) == ["a", "b"]
+    assert table(row, row | {"task": "b", "metric": "word_perplexity"}, row | {"task": "b", "metric": "byte_perplexity"})[-1] == "mean of 2 sets"
+    assert table(row, row | {"read": "twice"}) == ["a", "a"]
 
 
 # transformers and its folder

@@ -1,4 +1,4 @@
-import lzma, math
+import json, lzma, math, re
 from pathlib import Path
 from collections import Counter
 from dataclasses import replace
@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from longhorn_kit.lab import language
+from longhorn_kit import cli
+from longhorn_kit.lab import evaluation, language
 from longhorn_kit.lab.claims import judged
 from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
-    LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, decode_times, figures, find_preset,
-    model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
+    DIFFERENCES, LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, decode_times, figures,
+    find_preset, model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
-from longhorn_kit.lab.records import read_json
+from longhorn_kit.lab.records import read_json, without_later, write_json
 from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 
@@ -117,12 +118,12 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(preset, monke
 
 
 def test_the_papers_recipe():
-    for name, millions, steps in (("owt-120m", 128.56, 5000), ("owt-350m", 369.97, 14000)):
+    for name, millions, steps, lr in (("owt-120m", 128.56, 5000, 6e-4), ("owt-350m", 369.97, 14000, 3e-4)):
         preset = LM_PRESETS[name]
         assert round(count_parameters(model_config(preset, "longhorn", 50257)) / 1e6, 2) == millions
         recipe = preset.train
         assert recipe.batch_size * recipe.context == 491_520 and recipe.context == 1024 and recipe.steps == steps
-        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (6e-4, pytest.approx(6e-5), min(steps // 20, 2000))
+        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (lr, pytest.approx(lr / 10), steps // 20)
         assert (recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (0.1, 0.9, 0.95, 1.0)
         assert recipe.accumulate % 4 == 0 and recipe.batch_size % recipe.accumulate == 0 # parts are whole on one GPU and on four
     assert round(count_parameters(model_config(LM_PRESETS["owt-120m"], "mamba", 50257)) / 1e6, 2) == 129.15
@@ -131,6 +132,67 @@ def test_the_papers_recipe():
     assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
     assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
     assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
+
+
+@pytest.mark.parametrize("mixer, count", [("attention", 123_587_328), ("gla", 123_822_336 - 8448), ("longhorn", 128_563_968), ("mamba", 129_153_792)])
+def test_the_authors_sizes(mixer, count):
+    theirs = override(LM_PRESETS["owt-120m"], sizes="official")
+    config = model_config(theirs, mixer, 50257)
+    assert count_parameters(config) == count
+    assert config.n_layer == (12 if config.d_mlp else 24) and config.mixer_options == ({"n_heads": 12} if config.d_mlp else {})
+    assert 0.037 < 128_563_968 / count - 1 < 0.041 if config.d_mlp else True
+    assert config.d_mlp == 0 or config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
+    assert model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp == 2752
+
+
+def test_sizes_that_are_unknown_are_refused():
+    with pytest.raises(ValueError, match="the authors' size of retnet is not available to us; there are: attention, gla"):
+        model_config(override(TINY, sizes="official"), "retnet", 256)
+    with pytest.raises(ValueError, match="sizes is 'large'; it must be 'matched' or 'official'"):
+        override(TINY, sizes="large")
+
+
+def test_longhorn_and_mamba_train_without_dropout():
+    small = override(LM_PRESETS["shakespeare"], d_model=32, n_layer=2)
+    dropout = {mixer: model_config(small, mixer, 256).dropout for mixer in MIXERS}
+    assert {mixer for mixer, share in dropout.items() if share == 0} == {mixer for mixer in MIXERS if mixer.startswith(("longhorn", "mamba"))}
+    assert dropout["attention"] == 0.2 and set(dropout.values()) == {0, 0.2}
+    model = language.new_model(model_config(small, "attention", 256), 0)
+    assert model.blocks[0].dropout == 0.2
+
+
+def test_differences_say_what_the_code_does():
+    rows = {row.what: row for row in DIFFERENCES}
+    assert len(rows) == len(DIFFERENCES) and all(isinstance(text, str) and text for row in DIFFERENCES for text in row)
+    official = override(LM_PRESETS["owt-120m"], sizes="official")
+    counts = [count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")]
+    assert rows["sizes of LLaMA and GLA at 120M"].ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
+    assert "lacks 8,448" in rows["sizes of LLaMA and GLA at 120M"].consequence and 123_822_336 - counts[1] == 8448
+    with torch.device("meta"):
+        heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
+    assert "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads) in rows["GLA, RetNet and RWKV-5"].ours
+    medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
+    assert (medium.lr, medium.steps, medium.warmup) == (3e-4, 14000, 700)
+    assert rows["recipe at 350M"].ours == "3e-4 to 3e-5 in 14,000 steps; the warm-up of 700 steps is a guess"
+    assert (large.n_layer, large.d_model, large.train.beta2, large.train.warmup) == (48, 2048, 0.95, 477)
+    assert all(word in rows["recipe at 1.3B"].ours for word in ("48 blocks", "2048", "0.95", "477"))
+    flags = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}
+    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= set(vars(cli.TrainLM(preset="owt-120m")))
+    assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
+
+
+def test_results_and_runs_older_than_a_setting_still_count(tmp_path, text, monkeypatch):
+    run("laptop", tmp_path, GRID, text, workers=1)
+    for path in (*tmp_path.glob("*/result.json"), tmp_path / "decode.json"): # as before `decay` and `sizes`
+        record = read_json(path)
+        write_json(path, record | {"settings": without_later(record["settings"])})
+        assert '"decay"' in json.dumps(record["settings"]) and '"decay"' not in path.read_text()
+    with monkeypatch.context() as patched:
+        for name in ("train", "decode_times"):
+            patched.setattr(language, name, lambda *args, **options: pytest.fail("a finished result was computed again"))
+        run("laptop", tmp_path, GRID, text, workers=1)
+    with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
+        run("laptop", tmp_path, replace(GRID, preset=override(GRID.preset, decay="official")), text, workers=1)
 
 
 def test_run_cut_short_goes_on_with_what_is_finished(tmp_path, text, monkeypatch):

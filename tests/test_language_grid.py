@@ -90,6 +90,16 @@ def test_what_only_changes_the_speed_finds_the_same_results():
     assert settings_of(TOY, ("mamba", 0), "x") != settings_of(TOY, ("mamba", 0), "another text")
 
 
+def test_recorded_runs_are_still_found_and_switches_are_other_runs():
+    from longhorn_kit.lab.language import override
+    recorded = read_jsonl(Path(__file__).parent.parent / "nbs/lab/results/language/gpu/runs.jsonl")
+    grid = replace(SETTINGS["gpu"], tokens=recorded[0]["tokens"])
+    for then in (row["settings"] for row in recorded if row["tokens"] == grid.tokens):
+        assert settings_of(grid, (then["mixer"], then["seed"]), then["corpus"]) == then
+    for change in ({"sizes": "official"}, {"decay": "official"}):
+        assert settings_of(replace(TOY, preset=override(TOY.preset, **change)), ("gla", 0), "x") != settings_of(TOY, ("gla", 0), "x")
+
+
 # ---- the text
 
 

@@ -1,6 +1,6 @@
 """Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains, to be killed."""
 
-import dataclasses, errno, math, os, signal, socket, subprocess, sys, time
+import dataclasses, errno, json, math, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -465,6 +465,47 @@ def test_language_models_decay_projections_alone(mixer):
         id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)
     }
     assert {id(p) for p in decay["params"]} == linear
+
+
+@pytest.mark.parametrize("mixer", ["longhorn", "mamba", "attention", "rwkv5"])
+def test_officially_all_but_vectors_decay(mixer):
+    from longhorn_kit.models import LMConfig, SequenceLM
+
+    model = SequenceLM(LMConfig(vocab_size=64, d_model=16, n_layer=1, mixer=mixer))
+    decay, rest = parameter_groups(model, 0.1, "official")
+    names = set(decay["names"])
+    assert set(parameter_groups(model, 0.1)[0]["names"]) < names and "embedding.weight" in names
+    assert all(p.ndim >= 2 for p in decay["params"]) and all(p.ndim < 2 for p in rest["params"])
+    ends = {name.removeprefix("blocks.0.mixer.") for name in names}
+    assert {"longhorn": {"conv1d.weight"}, "mamba": {"conv1d.weight", "A_log"}, "rwkv5": {"mix"}}.get(mixer, set()) <= ends
+    assert not [name for name in names if "norm" in name or name.endswith(("bias", "D_skip"))]
+    assert len(names) + len(rest["names"]) == len(list(model.parameters()))
+
+
+def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
+    losses = {}
+    for decay in ("matrices", "official"):
+        model = Tiny()
+        model.dropout.p = 0.0
+        config = dataclasses.replace(CONFIG, weight_decay=5.0, decay=decay)
+        losses[decay] = [line["loss"] for line in train(model, TOKENS, None, config, tmp_path / decay, quiet=True)["history"]]
+        assert json.loads((tmp_path / decay / "config.json").read_text())["config"]["decay"] == decay
+    assert losses["matrices"][0] == losses["official"][0] and losses["matrices"][-1] != losses["official"][-1]
+    with pytest.raises(ValueError, match="decay is 'all'; it must be 'matrices' or 'official'"):
+        dataclasses.replace(CONFIG, decay="all")
+
+
+def test_a_run_from_before_the_switch_of_decay_resumes(tmp_path):
+    config = dataclasses.replace(CONFIG, save_every=5)
+    whole = train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["config"].pop("decay") == "matrices"
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)["resumed_from"] == whole["steps"]
+    record["config"].pop("decay", None)
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
+        train(Tiny(), TOKENS, None, dataclasses.replace(config, decay="official"), tmp_path, quiet=True)
 
 
 @pytest.mark.parametrize("mixer", ["rwkv5", "rwkv6"])

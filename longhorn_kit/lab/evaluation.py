@@ -7,7 +7,7 @@ __all__ = ['END', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS', 'harness', 
            'hf_tokenizer', 'is_export', 'load_own', 'load_pair', 'matching', 'quiet', 'harness_model', 'manager_for',
            'UnknownTask', 'unknown_task', 'passage_prompt', 'contains_any', 'passage_task', 'expand_tasks',
            'find_tasks', 'first_line', 'doubled', 'read_twice', 'metric_rows', 'run_tasks', 'evaluate_checkpoint',
-           'score_table', 'recall_means', 'table_text', 'export_checkpoint']
+           'score_table', 'recall_means', 'perplexities', 'table_text', 'export_checkpoint']
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-003
 import contextlib
@@ -181,8 +181,8 @@ def manager_for(
         raise FileNotFoundError(f"folder of tasks {include} does not exist")
     own = [str(include)] if include else []
     home = Path(tasks.__file__).parent
-    near = [str(home / name) for name in names if (home / name).is_dir()]
-    few = tasks.TaskManager(include_path=near + own, include_defaults=False)
+    near = {str(home / part) for name in names for part in (name, name.split("_")[0]) if (home / part).is_dir()}
+    few = tasks.TaskManager(include_path=[*sorted(near), *own], include_defaults=False)
     if set(names) <= set(few.all_subtasks):
         return few
     manager = tasks.TaskManager(include_path=own)
@@ -207,7 +207,7 @@ def unknown_task(
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-026
 RECALL = {"FDA": "fda", "SWDE": "swde", "NQ": "nq_in_context", "SQuAD": "squad_completion",
           "TriviaQA": "triviaqa_in_context", "Drop": "drop_in_context"}
-TASK_PRESETS = {"recall": tuple(RECALL.values())}
+TASK_PRESETS = {"recall": tuple(RECALL.values()), "downstream": ("wikitext", "lambada_openai")}
 
 def passage_prompt(
     doc: dict, # with `context` and `question`, the beginning of the sentence to complete
@@ -372,12 +372,16 @@ def evaluate_checkpoint(
 def score_table(
     record: dict, # from `evaluate_checkpoint`
 ) -> tuple: # (title, header, rows)
-    "Every metric of a record; with all six recall sets, their means."
+    "Every metric of a record; with all six recall sets, their means; with several perplexities, theirs."
     rows = [[row["task"], row["read"], row["metric"], f"{row['value']:.4f}",
              f"{row['stderr']:.4f}" if row["stderr"] is not None else "", str(row["documents"])]
             for row in record["rows"]]
     for reading, mean in recall_means(record).items():
         rows.append(["mean of the six", reading, "contains", f"{mean:.4f}", "", ""])
+    for reading, found in perplexities(record).items():
+        if len(found) > 1:
+            mean = sum(found.values()) / len(found)
+            rows.append([f"mean of {len(found)} sets", reading, "perplexity", f"{mean:.4f}", "", ""])
     title = f"{record['parameters']:,} parameters, {record['lm_eval'] and 'lm-eval ' + record['lm_eval']}"
     return title, ["task", "read", "metric", "value", "± error", "documents"], rows
 
@@ -390,6 +394,16 @@ def recall_means(
         if row["metric"] == "contains" and row["task"] in RECALL.values():
             found.setdefault(row["read"], []).append(row["value"])
     return {reading: sum(scores) / len(RECALL) for reading, scores in found.items() if len(scores) == len(RECALL)}
+
+def perplexities(
+    record: dict, # from `evaluate_checkpoint`
+) -> dict[str, dict]: # reading -> task -> perplexity per word, or of what is asked for
+    "Return the perplexity of every set that has one, for each reading."
+    found = {}
+    for row in record["rows"]:
+        if row["metric"] in ("perplexity", "word_perplexity"):
+            found.setdefault(row["read"], {})[row["task"]] = row["value"]
+    return found
 
 def table_text(
     header: list[str],

@@ -36,8 +36,9 @@ from .language import (
     LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, notes_of, save_lm)
 from .mqar_grid import (
     Results, Turns, busy, gpu_load, key_of, machine_of, made_on, seconds_before, visible_gpus)
-from .records import (
-    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, write_json)
+from longhorn_kit.lab.records import (
+    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, without_later,
+    write_json)
 from .stats import spread_text, verdict_table
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
@@ -163,8 +164,8 @@ def settings_of(
     "What a run's result is found under: all that decides it, and nothing else."
     preset = to_plain(asdict(preset_of(grid, job[1])))
     recipe = {name: value for name, value in preset.pop("train").items() if name not in MAY_CHANGE}
-    kept = {name: preset[name] for name in ("d_model", "n_layer", "dropout", "pad_vocab")}
-    return {"mixer": job[0], "seed": job[1], "corpus": corpus, "train": recipe, **kept}
+    kept = {name: preset[name] for name in ("d_model", "n_layer", "dropout", "pad_vocab", "sizes")}
+    return without_later({"mixer": job[0], "seed": job[1], "corpus": corpus, "train": recipe, **kept})
 
 # %% ../../nbs/lab/34_language_grid.ipynb #34_language_grid-020
 def one_run(
