@@ -24,7 +24,7 @@ body[data-theme="dark"] .lk, [data-jp-theme-light="false"] .lk { --ink: #e6edf3;
 COLOURS = {"holds": "--h", "does not hold": "--d"} # CSS variable of a verdict; all others are grey
 TITLES = {"points": "Points of accuracy", "times": "Times as fast", "nats per token": "Nats per token", "bits per byte": "Bits per byte", "%": "Per cent"}
 WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, above=0)
-NARROW = dict(width=380, label=6, plot=(16, 146), number=156, n=None, verdict=374, step=48, above=20)
+NARROW = dict(width=380, label=6, plot=(16, 146), number=158, n=None, verdict=374, step=48, above=20)
 
 # %% ../../nbs/lab/39_forest.ipynb #39_forest-007
 def mark(
@@ -88,8 +88,11 @@ def _row(row, y, place, layout):
     parts.append(mark(place(found.difference), middle, found.verdict))
     number = show(found.difference, comparison.unit).replace("-", "\u2212") + ("×" if comparison.unit == "times" else "")
     seeds = f"n = {found.n}" if comparison.unit != "times" else f"{found.n} shapes"
-    parts.append(_text(layout["number"], middle + 4, number if layout["n"] else f"{number}, {seeds}"))
-    parts += [_text(layout["n"], middle + 4, seeds, "dim")] if layout["n"] else []
+    parts.append(_text(layout["number"], middle + 4, number))
+    if layout["n"]:
+        parts.append(_text(layout["n"], middle + 4, seeds, "dim"))
+    elif len(label) < 46: # a phone has room for it behind a short label only
+        parts.append(_text(layout["verdict"], y + 15, seeds, "dim", "end"))
     parts.append(_text(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
     return parts
 
@@ -106,8 +109,8 @@ def drawing(
         zero, top = place(1 if unit == "times" else 0), y + 22
         parts.append(_text(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold"))
         against, pro = ("slower", "faster") if unit == "times" else ("against", "for the claim")
-        parts += [_text(zero - 6, y + 15, f"← {against}" if not layout["above"] else "←", "dim", "end"),
-                  _text(zero + 6, y + 15, f"{pro} →" if not layout["above"] else f"{pro} →", "dim")]
+        parts += [_text(zero - 6, y + 15, f"← {against}", "dim", "end"), _text(zero + 6, y + 15, f"{pro} →", "dim")] if layout["n"] else [
+            _text(layout["verdict"], y + 15, f"{pro} →", "dim", "end")]
         for i, row in enumerate(panel):
             line = top + i * layout["step"]
             if i % 2 == 0:
