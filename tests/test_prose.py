@@ -8,7 +8,7 @@ digits that it is stated with, in one of these places:
 1. the page itself: its committed outputs, or a constant of its code;
 2. for the pages on kernels, the models, the README and the index (not those on theory and the lab): a field of `kernels/results` that is measured in that
    unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
-3. the published numbers of `longhorn_kit.lab.claims`; for README and index also the ledger as it prints.
+3. the published numbers of `longhorn_kit.lab.published` and in the claims; for README and index also the ledger as it prints.
 
 A wrong number of two digits is often one of these by accident: of numbers put in at random about half are found. Best
 is to print the number in the cell above it. What remains stands below: in `DERIVED` with the formula that gives it
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from longhorn_kit.lab import claims
+from longhorn_kit.lab import claims, ledger, published as papers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "nbs/index.ipynb", # tests/test_bench.py checks kernels/README.md
@@ -120,7 +120,7 @@ def measured():
 @cache
 def published():
     "The numbers of the paper and of others that the ledger quotes."
-    tables = (claims.OPENWEBTEXT, claims.RECALL_INTENSIVE, claims.DOWNSTREAM_PERPLEXITY, claims.EXTRAPOLATION, claims.INDEPENDENT)
+    tables = (papers.OPENWEBTEXT, papers.RECALL_INTENSIVE, papers.DOWNSTREAM_PERPLEXITY, papers.EXTRAPOLATION, papers.INDEPENDENT)
     texts = (numbers_in(f"{claim.statement} {claim.published}") for claim in claims.CLAIMS)
     return frozenset({number for table in tables for _, number in leaves(table)}.union(*texts))
 
@@ -130,8 +130,8 @@ def sources(page):
     "(numbers that the page shows or that are published, fields of records that it may quote)."
     _, code, shown = page_cells(page)
     lab, front = page.startswith("nbs/lab/"), page in ("README.md", "nbs/index.ipynb")
-    ledger = numbers_in(str(claims.ledger("no runs"))) if front else set()
-    return numbers_in(code) | numbers_in(shown) | ledger | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
+    rows = numbers_in(str(ledger.ledger("no runs"))) if front else set()
+    return numbers_in(code) | numbers_in(shown) | rows | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
 
 
 def agrees(text, kind, page):
@@ -145,7 +145,7 @@ def agrees(text, kind, page):
 
 def kernel(section, shape, form):
     "(forward, backward) ms of the fast kernels on the H200."
-    rows = json.loads((ROOT / claims.KERNELS).read_text())["rows"]
+    rows = json.loads((ROOT / ledger.KERNELS).read_text())["rows"]
     return next((row["forward_ms"], row["backward_ms"]) for row in rows
                 if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form) and row["z"] and not row["state"])
 
@@ -167,7 +167,7 @@ def against_plain(section, shape, form, way):
 
 
 def lead(size, first, second):
-    losses = claims.OPENWEBTEXT[size]
+    losses = papers.OPENWEBTEXT[size]
     return losses[second] - losses[first]
 
 
@@ -215,6 +215,7 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
 }
 GIVEN = { # page -> number as written -> why no record of ours holds it
     "nbs/lab/33_mqar_grid.ipynb": {"700 W": "what the maker of the H200 allows it to draw"},
+    "nbs/lab/38_stats.ipynb": {"1.96": "a quantile of the normal distribution"},
     "nbs/scan/14_triton_exact.ipynb": {"1.53 ms": "an aim, set before the kernels were written"},
     "nbs/scan/16_speed.ipynb": dict.fromkeys(("1.53 ms", "0.29 ms", "3.34 ms"), "aims, set before the kernels were written"),
 }
