@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test test-slow test-gpu lab sync outputs docs readme clean
+.PHONY: help install reproduce claims test test-slow test-gpu lab sync outputs docs readme release clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,5 +60,9 @@ docs: $(STAMP) ## build the site from the notebooks into docs/_site
 readme: $(STAMP) ## bring README.md up to date with the ledger and the figure of nbs/index.ipynb
 	@$(MAKE) outputs NB=nbs/index.ipynb && $(BIN)/python docs/build.py readme
 
+release: ## build and check sdist and wheel in a new environment; with VERSION=x.y.z also tag (uploads nothing)
+	$(eval problem := $(PROBLEM))$(if $(problem),$(error $(problem)))
+	@PYTHON="$(PYTHON)" VERSION="$(VERSION)" sh tests/release.sh
+
 clean: ## remove .venv and everything generated (runs/ stays)
-	rm -rf .venv build *.egg-info _proc docs/_site docs/_build .pytest_cache .hypothesis
+	rm -rf .venv build dist *.egg-info _proc docs/_site docs/_build .pytest_cache .hypothesis

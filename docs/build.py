@@ -28,13 +28,11 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
 
 
-def repository() -> str:
-    "The address of the repository: of the fork on whose machine this runs, or the one of settings.ini."
-    if fork := os.environ.get("GITHUB_REPOSITORY"):
-        return f"https://github.com/{fork}"
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "settings.ini")
-    return settings["DEFAULT"]["git_url"]
+def repository(settings: Path = ROOT / "settings.ini") -> str:
+    "Return the address of the repository, or an empty text while `published` is False."
+    parser = configparser.ConfigParser()
+    parser.read(settings)
+    return parser["DEFAULT"]["git_url"] if parser["DEFAULT"].getboolean("published") else ""
 
 
 REPOSITORY, COMMIT = repository(), os.environ.get("GITHUB_SHA", "main")
@@ -106,7 +104,7 @@ def markdown_cell(name: str, source: str) -> dict:
 # --- links and captions -------------------------------------------------------------------------------------------
 
 def local_links(source: str, path: Path, files: set) -> str:
-    "Links to files of the repository lead to it; files beside the notebooks are copied (`files` collects them)."
+    "Links to files of the repository lead to it or name the file; files beside notebooks are copied (see `files`)."
     def replace(match):
         text, target, anchor = match[1], match[2], match[3] or ""
         file = (path.parent / target).resolve()
@@ -117,8 +115,10 @@ def local_links(source: str, path: Path, files: set) -> str:
         if file.is_relative_to(NOTEBOOKS) and file.suffix in (".html", ".svg", ".mp4"):
             files.add(file)
             return f'<a href="{target}{anchor}">{text}</a>'
-        kind = "tree" if file.is_dir() else "blob"
-        return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{file.relative_to(ROOT).as_posix()}{anchor})"
+        kind, name = "tree" if file.is_dir() else "blob", file.relative_to(ROOT).as_posix()
+        if not REPOSITORY:
+            return text if text == name else f"{text} (`{name}`)"
+        return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{name}{anchor})"
     copy_embedded(source, path, files)
     return LINK.sub(replace, source)
 
@@ -184,7 +184,9 @@ def colab_address(path: Path) -> str:
 
 
 def furniture(path: Path, module: str | None) -> str:
-    "The line under the title: run it in Colab, get the notebook, see the module."
+    "The line under the title: run it in Colab, get the notebook, see the module; unpublished, the module's name."
+    if not REPOSITORY:
+        return f'<p class="furniture"><span>Module <code>{module}</code></span></p>' if module else ""
     name = path.relative_to(NOTEBOOKS).as_posix()
     links = [f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
              f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
@@ -380,10 +382,24 @@ def write_minutes() -> None:
     index.write_text(re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8")
 
 
+def addressed() -> dict:
+    "Return README.md, pyproject.toml and CITATION.cff, with the repository's address if it is published."
+    badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    badge = (f"{badge}({colab_address(NOTEBOOKS / 'index.ipynb')})\n"
+             "opens the book without installing anything; its first cell installs the kit there.\n")
+    lines = {"README.md": (r"(<!-- badge -->\n)(?:.*\n)*?(?=<!-- end badge -->)", badge),
+             "pyproject.toml": (r"(\[project\.urls\]\n)(?:Repository = .*\n)?", f'Repository = "{REPOSITORY}"\n'),
+             "CITATION.cff": (r"(license: .*\n)(?:repository-code: .*\n)?", f"repository-code: {REPOSITORY}\n")}
+    return {name: re.sub(pattern, lambda m: m[1] + (line if REPOSITORY else ""), (ROOT / name).read_text("utf-8"))
+            for name, (pattern, line) in lines.items()}
+
+
 def write_readme() -> None:
-    "Bring the minutes of the map, and the figure and headline rows of the README, up to the notebooks."
+    "Update the map's minutes, the repository's address, and the README's figure and headline rows."
     write_minutes()
     (HERE / "static" / "idea.png").write_bytes(idea_figure())
+    for name, text in addressed().items():
+        (ROOT / name).write_text(text, encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"<!-- headlines.*?<!-- end -->", lambda _: ledger_block(), text, flags=re.S)
     (ROOT / "README.md").write_text(text, encoding="utf-8")
@@ -396,7 +412,8 @@ def build(site: Path = SITE, work: Path = WORK) -> int:
     from sphinx.cmd.build import main as sphinx
     shutil.rmtree(work, ignore_errors=True)
     write_pages(work)
-    write_colab(work / "colab")
+    if REPOSITORY:
+        write_colab(work / "colab")
     status = sphinx(["-q", "-W", "--keep-going", "-b", "html", "-c", str(HERE), str(work / "pages"), str(work / "site")])
     if status == 0:
         shutil.rmtree(site, ignore_errors=True)

@@ -40,10 +40,10 @@ LAST = {} # last word of a definition's name -> full names
 
 
 def linkcode_resolve(domain, info):
-    "Where the source of a documented name is: its line in the generated module."
+    "Where the source of a documented name is: its line in the generated module, once the repository is published."
     line = NAMES["lines"].get(f"{info['module']}.{info['fullname']}")
     path = info["module"].replace(".", "/")
-    return f"{REPOSITORY}/blob/{COMMIT}/{path}.py" + (f"#L{line}" if line else "")
+    return f"{REPOSITORY}/blob/{COMMIT}/{path}.py" + (f"#L{line}" if line else "") if REPOSITORY else None
 
 
 def leave_mathematics_alone(app, doctree):

@@ -20,10 +20,9 @@ LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     "An empty working folder, with two quick claims in place of the paper's."
-    rows = [fakes.claim(), fakes.claim("second"), fakes.claim("idle", module=None, check=None, minutes={})]
+    rows = [fakes.claim(), fakes.claim("second"), fakes.claim("idle", module=None, compare=None, minutes={})]
     monkeypatch.setattr(claims, "CLAIMS", rows)
-    monkeypatch.setattr(claims, "results_folder", lambda: None)
-    monkeypatch.setattr("longhorn_kit.lab.report.CLAIMS", rows)
+    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
     monkeypatch.setattr(fakes.module, "calls", [])
     monkeypatch.setattr(fakes.module, "error", None)
     monkeypatch.delenv("LONGHORN_DEBUG", raising=False)
@@ -97,7 +96,7 @@ def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
     assert len(fakes.module.calls) == 2 and "at scale laptop: fake, second; about 2 min on two CPU cores" in out
-    assert out.count("holds: score 2") == 2 and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
+    assert out.count("score: +2.0 points, n = 3, holds") == 2 and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
     assert (here / "runs" / "report.html").read_text().count("<section") == 3
     assert cli.main(["reproduce"]) == 0
     assert len(fakes.module.calls) == 2 and capsys.readouterr().out.count("already finished") == 2
@@ -126,7 +125,7 @@ def test_fresh_touches_its_own_claim_only_and_keeps_the_earlier_run(here, capsys
 def test_damaged_record_is_run_again(here, capsys):
     cli.main(["reproduce", "fake"])
     (here / "runs" / "fake" / "laptop" / "record.json").write_text("{")
-    assert cli.main(["claims"]) == 0 and "unreadable" in capsys.readouterr().out
+    assert cli.main(["claims"]) == 0 and "cannot be judged" in capsys.readouterr().out
     assert cli.main(["reproduce", "fake"]) == 0
     assert len(fakes.module.calls) == 2
 
@@ -169,7 +168,7 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     assert cli.main(["reproduce"]) == 1
     out, err = capsys.readouterr()
     assert err == "longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n"
-    assert "holds: score 2" in out and f"report: {Path('runs/report.html')}" in out
+    assert "score: +2.0 points, n = 3, holds" in out and f"report: {Path('runs/report.html')}" in out
     assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
 
 
@@ -224,7 +223,7 @@ def test_claims_prints_what_was_found(here, capsys):
     capsys.readouterr()
     assert cli.main(["claims"]) == 0
     out = capsys.readouterr().out
-    assert "laptop: score 2" in out and "not run" in out and "longhorn reproduce CLAIM" in out
+    assert "laptop: score" in out and "+2.0 points" in out and "not run" in out and "longhorn reproduce CLAIM" in out
 
 
 def test_claims_of_a_folder_that_is_not_there(here, capsys):

@@ -8,6 +8,7 @@ import fakes
 import pytest
 
 from longhorn_kit.lab import claims, report
+from longhorn_kit.lab.ledger import ledger as make_ledger
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -38,14 +39,13 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def fake_claims(monkeypatch):
-    rows = [fakes.claim(), fakes.claim("reader", module=None, reads="fake", minutes={}), fakes.claim("other", module=None, check=None, minutes={})]
+    rows = [fakes.claim(), fakes.claim("reader", module=None, reads="fake", minutes={}), fakes.claim("other", module=None, compare=None, minutes={})]
     monkeypatch.setattr(claims, "CLAIMS", rows)
-    monkeypatch.setattr(report, "CLAIMS", rows)
 
 
 @pytest.fixture
 def written(fake_claims, tmp_path):
-    ledger = claims.ledger(tmp_path / "runs", tmp_path / "none")
+    ledger = make_ledger(tmp_path / "runs", tmp_path / "none")
     path = report.write_report([fakes.record(), fakes.record(scale="gpu")], tmp_path / "deep" / "report.html", ledger)
     return path.read_text(encoding="utf-8")
 
@@ -64,7 +64,8 @@ def test_page_is_well_formed_and_loads_nothing(written):
 
 def test_every_figure_has_a_picture_alt_text_and_caption(written):
     page = Page(written)
-    figures = re.findall(r"<figure>.*?</figure>", written, re.S)
+    plot, *figures = re.findall(r"<figure>.*?</figure>", written, re.S)
+    assert plot.count("<svg") == 2 and "aria-label" in plot and "laptop: score" in plot and "<figcaption>" in plot
     assert len(figures) == len(page.all("img")) == 2
     for figure, image in zip(figures, page.all("img")):
         assert base64.b64decode(image["src"].split(",")[1]).startswith(b"\x89PNG")
@@ -82,7 +83,7 @@ def test_text_of_a_run_is_escaped(written):
 
 def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
     text = "".join(Page(written).text)
-    for part in ("score 2", "holds", "score above zero", "official code", "1.0", "longhorn reproduce fake --scale laptop --fresh", "1.5 s",
+    for part in ("score: +2.0 points", "holds", "score above zero", "official code", "1.0", "longhorn reproduce fake --scale laptop --fresh", "1.5 s",
                  '"steps": 3', "torch", "2.13", "not run", "Computing time 3.0 s"):
         assert part in text, part
     assert "gpuNone" not in text

@@ -113,9 +113,34 @@ def test_broken_link_in_a_notebook_is_refused():
         build.page({"cells": [cell]}, build.NOTEBOOKS / "index.ipynb")
 
 
-def test_link_to_a_file_outside_the_book_goes_to_the_repository():
-    source = build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set())
-    assert source == f"[bench]({build.REPOSITORY}/blob/{build.COMMIT}/kernels/bench.py)"
+def test_link_to_a_file_outside_the_book_goes_to_the_repository_or_names_the_file(monkeypatch):
+    for address, shown in (("https://r", f"[bench](https://r/blob/{build.COMMIT}/kernels/bench.py)"),
+                           ("", "bench (`kernels/bench.py`)")):
+        monkeypatch.setattr(build, "REPOSITORY", address)
+        assert build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()) == shown
+
+
+def test_files_have_the_address_that_the_setting_gives():
+    for name, text in build.addressed().items():
+        assert (ROOT / name).read_text() == text, f"{name}: run `make readme`"
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp_path, monkeypatch):
+    settings = (ROOT / "settings.ini").read_text()
+    settings = re.sub(r"^published = .*", f"published = {published}", settings, flags=re.M)
+    (tmp_path / "settings.ini").write_text(re.sub(r"^user = .*", "user = someone", settings, flags=re.M))
+    monkeypatch.setattr(build, "REPOSITORY", build.repository(tmp_path / "settings.ini"))
+    build.write_pages(tmp_path)
+    build.write_colab(tmp_path / "pages/colab") if published else None
+    shown = {path: path.read_text() for path in (tmp_path / "pages").rglob("*.ipynb")} | build.addressed()
+    own = r"(?:github\.com|/github)/([\w-]+)/longhorn-kit"
+    found = {name: set(re.findall(own, text)) for name, text in shown.items()}
+    assert len(found) > len(NOTEBOOKS) * (1 + published)
+    assert all(users == ({"someone"} if published else set()) for users in found.values())
+    assert not [path for path, text in shown.items() if re.search(r'(href=\\"|\]\()/', text)], "no address before the path"
+    others = [*ROOT.glob("*.md"), *ROOT.glob("kernels/**/*.md"), *build.notebooks()]
+    assert not [p for p in others if p.name != "README.md" and re.search(own, p.read_text())], "beside the setting"
 
 
 FUNCTION = '''
@@ -148,7 +173,8 @@ def test_a_method_loses_self_and_keeps_its_defaults():
     assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
 
 
-def test_notebooks_for_colab_install_the_kit_first(tmp_path):
+def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "REPOSITORY", "https://github.com/someone/longhorn-kit")
     build.write_colab(tmp_path)
     for name in NOTEBOOKS:
         book = json.loads((tmp_path / f"{name}.ipynb").read_text())
@@ -271,6 +297,12 @@ def test_every_local_link_and_anchor_has_a_target(site, pages):
                 if anchor not in pages[target.resolve().relative_to(site.resolve()).as_posix()].ids:
                     broken.append((name, href))
     assert not broken
+
+
+@needs_sphinx
+def test_no_link_of_the_site_leads_to_an_unpublished_repository(pages):
+    own = [link for page in pages.values() for link in page.links if re.search(r"github.*/longhorn-kit/|^/", link)]
+    assert bool(own) == bool(build.REPOSITORY) and all(build.REPOSITORY.partition(".com")[2] in link for link in own)
 
 
 @needs_sphinx

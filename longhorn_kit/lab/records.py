@@ -127,10 +127,10 @@ def check_same_settings(
     names,  # of the settings that must agree
 ):
     "ValueError in one line for the first setting in which the run of a folder differs."
-    known = LATER | known
     for name in names:
-        if known[name] != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
+        theirs = LATER[name] if name in LATER and name not in known else known[name]
+        if theirs != ours[name]:
+            raise ValueError(f"{folder} holds a run with {name}={theirs}; this one has {name}={ours[name]}; "
                              "use another folder or delete it")
 
 # %% ../../nbs/lab/29_records.ipynb #29_records-017

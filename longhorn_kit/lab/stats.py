@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from scipy.special import stdtr, stdtrit
-
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-006
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged")
 MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0} # unit -> difference within which two models are as good
@@ -63,6 +61,7 @@ def measure(
     comparison: Comparison,
 ) -> tuple: # mean, low, high, uncorrected p-value
     "Return the mean difference with its interval, and the p-value against the bound."
+    from scipy.special import stdtr, stdtrit # here: the command line shows its help without NumPy
     values, n = comparison.differences, len(comparison.differences)
     middle = mean(values)
     if n < 2:
