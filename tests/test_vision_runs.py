@@ -502,7 +502,7 @@ def test_two_workers_share_the_runs_and_make_one_record(tmp_path, monkeypatch):
     assert set(begun["results"]["top1"]) == {"longhorn", "longhorn_exact", "mamba"}
     parts[0]["runs"] = parts[0]["runs"][:2]                             # nor Mamba
     begun = lab.gpu_record(parts[:1], tmp_path / "begun.json")
-    assert [found.verdict for _, found in lab.claims.judged("vision", begun)][0] == "not run"
+    assert lab.claims.judged("vision", begun) == [] # nothing to compare
     parts[0]["runs"][0] |= {"seed": 1}
     with pytest.raises(ValueError, match="no seed was finished by every model"):
         lab.gpu_record(parts[:1], tmp_path / "none.json")
@@ -515,7 +515,7 @@ def small_gpu_run(monkeypatch):
     def one_run(name, size, seed, *rest):
         if name in broken:
             raise RuntimeError("out of luck\nat some place")
-        return {"model": name, "seed": seed, "parameters": 1, "settings": {"epochs": 1}, "top1": 0.5, "top5": 0.9, "loss": 1.0,
+        return {"model": name, "seed": seed, "parameters": 1, "settings": {"epochs": 1, "lr": 0.001}, "top1": 0.5, "top5": 0.9, "loss": 1.0,
                 "steps": 1, "curve": [(1, 1.0, 0.5)], "seconds": 1.0, "images_per_second": 1.0}
     sets = tuple(ImageSet(part.images[:4], part.labels[:4]) for part in lab.digits())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
