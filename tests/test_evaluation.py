@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longhorn_kit import cli
-from longhorn_kit.lab import claims, evaluation
+from longhorn_kit.lab import evaluation, published
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.models import LMConfig, SequenceLM
 
@@ -171,7 +171,7 @@ def test_long_contexts_lose_their_beginning(checkpoint):
 # Tasks
 
 def test_recall_preset_is_the_papers_table():
-    assert tuple(evaluation.RECALL) == claims.RECALL_TASKS
+    assert tuple(evaluation.RECALL) == published.RECALL_TASKS
     assert evaluation.expand_tasks(["recall", "fda"]) == list(evaluation.RECALL.values())
     assert evaluation.expand_tasks(["a, b", "a"]) == ["a", "b"]
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'SHAPES', 'edge', 'compare_recall',
-           'mqar_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states', 'evaluations', 'nearest',
-           'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens', 'compare_length',
-           'about_length', 'compare_vision', 'about_vision', 'kernel_times', 'compare_times', 'no_fast_kernel']
+           'about_recall', 'mqar_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states',
+           'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens',
+           'compare_length', 'about_length', 'compare_vision', 'about_vision', 'kernel_times', 'compare_times',
+           'no_fast_kernel']
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-003
 import math
@@ -53,7 +54,17 @@ def compare_recall(
                 searched=len(record["results"].get("search_seeds", a))))
     return found
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-012
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-011
+def about_recall(
+    record: dict, # of `longhorn_kit.lab.recall`
+) -> str:
+    "Say how the toy task was run: keys, learning rates, seeds, stages."
+    asked, searched = record["settings"], record["results"].get("search_seeds", ())
+    return (f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; learning rates "
+            f"{', '.join(f'{lr:g}' for lr in asked.get('lrs', ()))} searched on {len(searched)} seeds that are not judged. A first stage with "
+            "five other seeds decided little, so each of the two stages may spend half of the 5 %")
+
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-013
 SOLVED, LEARNT = 0.985, 1.2 # share of right answers; multiple of the guess level
 MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet"),
               ("longhorn", "mamba2"), ("longhorn", "gated_deltanet"))
@@ -79,7 +90,7 @@ def counts(
 def limited(cell):
     return [min(max(value, LEARNT * cell["guess"]), SOLVED) for value in cell["accuracy"]]
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-013
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-014
 def compare_mqar(
     record: dict, # of `longhorn_kit.lab.mqar_grid`
     pairs: tuple = MQAR_PAIRS,
@@ -126,7 +137,7 @@ def compare_states(
                 found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", leads, doubt=doubt if any(leads) else "neither learns"))
     return found
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-016
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-017
 def evaluations(
     results: dict, # of a language record
 ) -> list[tuple[str, float | None]]: # (words, tokens); None: the end
@@ -153,7 +164,7 @@ def losses(
     curves = {run["seed"]: run["held_out"] for run in results["runs"] if run["mixer"] == mixer and "held_out" in run}
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-017
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-018
 def compare_language(
     record: dict,    # of `longhorn_kit.lab.language` or of its grid
     pairs: tuple,    # (first, second); the first is said to have the lower loss
@@ -192,7 +203,7 @@ def about_language(
             f"{tokens / unique:.1f} passes. Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
             f"Numbers of state in the whole model: {state}. Learning rate {rate:g} only")
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-020
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-021
 def tokens_at(
     curve: dict,  # "tokens" and "all", held-out losses, both (points,)
     level: float,
@@ -225,7 +236,7 @@ def compare_tokens(
         found += [Comparison("fewer tokens than Mamba" + f", {words}" * bool(words), tuple(saved), "%", searched=0, doubt=doubt)] if saved or missing else []
     return found
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-022
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-023
 def compare_length(
     record: dict,  # of `longhorn_kit.lab.extrapolation`
     mixers: tuple = ("longhorn", "longhorn_exact"),
@@ -249,7 +260,7 @@ def about_length(record):
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
     return f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context {record['results']['context']}; texts: {lengths}"
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-024
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-025
 def compare_vision(
     record: dict, # of `longhorn_kit.lab.vision_runs`
 ) -> list[Comparison]:
@@ -264,7 +275,7 @@ def about_vision(record):
     return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, {record['settings']['fit']['epochs']} epochs; "
             f"learning rate {record['settings']['fit']['lr']:g} only")
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-026
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-027
 SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}
 
 def kernel_times(
@@ -294,7 +305,7 @@ def compare_times(
                       Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict)))
     return found
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-028
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-029
 def no_fast_kernel(
     record: dict, # kernels/results/h200.json
 ) -> list[tuple[Comparison, Judgement]]:

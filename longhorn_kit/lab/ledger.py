@@ -7,7 +7,7 @@ __all__ = ['ERRORS', 'KERNELS', 'HEADER', 'FRONT', 'Row', 'load_record', 'judge_
            'cells', 'reason', 'by_claim', 'ledger_text', 'ledger_summary', 'ledger_json', 'ledger_markdown',
            'ledger_html', 'front', 'Ledger', 'ledger', 'section']
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-003
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-083
 import json
 import math
 import textwrap
@@ -23,7 +23,7 @@ from .claims import PLATFORM, SCALES, Claim, find_claim, judged
 from .forest import forest
 from .stats import WORDS, Comparison, Judgement, effect, show
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-008
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-084
 @dataclass(frozen=True)
 class Row:
     "One comparison of a claim, with what was found about it."
@@ -50,7 +50,7 @@ def load_record(
         raise ValueError(f"lacks {', '.join(missing)}")
     return record
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-009
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-085
 ERRORS = (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, ValueError, OSError)
 
 def judge_record(
@@ -76,7 +76,7 @@ def rerun_command(
     own = "(" in scale or "run(" in command # a variant, or a call with other settings
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-011
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-087
 def _rows_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
@@ -113,7 +113,7 @@ def _variants(
         found += [(path, f"{scale} ({path.stem})")] if scale else []
     return found
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-012
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-088
 def _rows_of_runs(
     claim: Claim,
     runs: Path,
@@ -148,7 +148,7 @@ def _rows_of_kernels(
         why = f"{path.name} cannot be read ({type(error).__name__})"
         return [Row(claim, Comparison(""), Judgement(0, verdict="cannot be judged", why=why), "gpu", "", KERNELS)]
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-013
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-089
 def _rows_of_claim(
     claim: Claim,
     runs: Path,
@@ -178,7 +178,7 @@ def results_folder() -> Path | None:
     folder = Path(longhorn_kit.__file__).resolve().parent.parent / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-015
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-091
 def cells(
     row: Row,
 ) -> tuple[str, str, str, str, str]: # comparison, published, here, n, verdict
@@ -205,7 +205,7 @@ def by_claim(
         found.setdefault(row.claim.name, (row.claim, []))[1].append(row)
     return list(found.values())
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-016
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-092
 def _columns(texts, widths):
     "Wrap every text inside its own width, as lines of one table row."
     wrapped = [textwrap.wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, widths)]
@@ -247,7 +247,7 @@ def ledger_json(
     return json.dumps([{name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
                        for row in found], indent=1, ensure_ascii=False)
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-017
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-093
 HEADER = ("comparison", "paper", "here, with 95 % interval", "n", "verdict")
 
 def ledger_markdown(
@@ -273,9 +273,9 @@ FRONT = ( # rows of the front page: claim, scale, which of its comparisons, word
     ("exact-cost", "gpu", 0, "“The exact form has no fast kernel”"),
     ("kernel-time", "gpu", 0, "Our kernel is as fast as Mamba's"),
     ("kernel-official", "gpu", 0, "The official kernel is as fast as Mamba's"),
-    ("recall", "laptop", 0, "Toy recall, keys once: exact above diagonal"),
     ("recall", "laptop", 4, "Toy recall, keys rewritten: exact above diagonal"),
-    ("recall", "laptop", 1, "Toy recall, keys once: diagonal above GLA"),
+    ("recall", "laptop", 3, "Toy recall, keys once: exact above attention"),
+    ("recall", "laptop", 7, "Toy recall, keys rewritten: exact above attention"),
     ("mqar", "gpu", 0, "Lookup (MQAR): diagonal above Mamba"),
     ("mqar", "gpu", 2, "Lookup (MQAR): diagonal above DeltaNet"),
     ("exact-mqar", "gpu", 0, "Lookup (MQAR): exact above diagonal"),
@@ -309,7 +309,7 @@ def ledger(
     results = Path(results) if results else results_folder()
     return Ledger(row for claim in claims.CLAIMS for row in _rows_of_claim(claim, Path(runs), results))
 
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-021
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-096
 def section(
     name: str,         # of a claim
     rows: list[Row],   # the ledger
@@ -323,4 +323,4 @@ def section(
         f"<li><b>{escape(scale or 'no run')}</b> {escape(about)}{' · record ' if file else ''}{f'<code>{escape(file)}</code>' if file else ''}"
         f"{f'<br><code>{escape(command)}</code>' if command else ''}</li>" for scale, about, file, command in runs)
     return (say("Claim.", claim.statement) + say("Published.", f"{claim.published} ({claim.source})") + say("Holds if:", claim.rule)
-            + (forest(drawn) if drawn else "") + ledger_html(found) + f"<p><b>How it was run</b></p><ul>{told}</ul>")
+            + (forest(drawn, claim.statement) if drawn else "") + ledger_html(found) + f"<p><b>How it was run</b></p><ul>{told}</ul>")

@@ -93,7 +93,7 @@ def _verdict(comparison, found, p, level, asked):
     if word == "undecided" and n < MIN_SEEDS:
         why = f"{MIN_SEEDS} seeds are needed"
     elif word == "undecided" and found[3] <= level:
-        why = f"the difference does not survive the correction for {asked} comparisons"
+        why = f"the difference does not survive the correction for {asked} comparisons" + " and two stages" * (level < LEVEL)
     return Judgement(n, *found[:3], p, word, why)
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
