@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
-from longhorn_kit.lab.stats import LEVEL, SEARCH, WORDS, Comparison, Judgement, holm, judge, measure, overall
+from longhorn_kit.lab.stats import LEVEL, SEARCH, WORDS, Comparison, holm, judge, measure
 
 VALUES = st.lists(st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=3, max_size=9).filter(lambda v: len(set(v)) > 1)
 
@@ -54,9 +54,3 @@ def test_a_claim_with_many_questions_is_harder():
     assert (one.low, one.high) == (many.low, many.high) and "10 comparisons" in many.why
     unjudged = judge([clear] + [Comparison("y", (1.0,))] * 9)[0]
     assert unjudged.p == one.p < LEVEL, "comparisons without a verdict cost nothing"
-
-
-def test_one_word_for_a_claim():
-    words = lambda *given: overall([Judgement(3, verdict=word) for word in given])
-    assert words("holds", "holds") == "holds" and words("holds", "does not hold") == "does not hold"
-    assert words("holds", "undecided") == "undecided" and words("holds", "cannot be judged") == "cannot be judged"

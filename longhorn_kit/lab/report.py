@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CONTROL', 'NUMBER', 'COLOURS', 'TEXT', 'LAYOUT', 'PHONE', 'CAPTION', 'TITLE', 'ABOUT', 'HEAD', 'figure_alt',
            'figure_html', 'readable', 'inline', 'table_html', 'duration', 'Part', 'part_of', 'rows_of', 'verdict_html',
-           'row_html', 'claim_html', 'run_html', 'anchor', 'part_html', 'overview', 'summary_html', 'ledger_list_html',
-           'page', 'close_figure', 'write_report']
+           'row_html', 'claim_html', 'run_html', 'anchor', 'part_html', 'overview', 'summary_html', 'page',
+           'close_figure', 'write_report']
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-003
 import base64
@@ -159,14 +159,15 @@ def row_html(
 
 def claim_html(
     claim: Claim,
-    rows: list[Row], # of this run
+    rows: list[Row], # of this run, or of the ledger
 ) -> str:
-    "Return a claim with what a run found: what the paper says, the comparisons, the rule."
+    "Return a claim with what was found: what the paper says, the comparisons, the rule, the commands."
+    commands = "".join(f"<br><code>{escape(command)}</code>" for command in dict.fromkeys(row.command for row in rows) if command)
     number = f"<strong>{inline(claim.published)}</strong> ({inline(claim.source)})"
     return (f'<div class="claim"><p><code>{escape(claim.name)}</code></p><dl>'
             f"<dt>The paper</dt><dd>{inline(claim.statement)}<br>{number}</dd>"
-            f"<dt>This run</dt><dd>{'<br>'.join(map(row_html, rows))}</dd>"
-            f"<dt>Holds if</dt><dd>{inline(claim.rule)}</dd></dl></div>")
+            f"<dt>Here</dt><dd>{'<br>'.join(map(row_html, rows))}</dd>"
+            f"<dt>Holds if</dt><dd>{inline(claim.rule)}{commands}</dd></dl></div>")
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-030
 def run_html(
@@ -273,10 +274,6 @@ PHONE = """
   body { padding-top: 1.5rem }
   dl { grid-template-columns: 1fr; gap: 0 }
   dd { margin-bottom: .6rem }
-  .summary thead { display: none }
-  .summary tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line) }
-  .summary td { display: inline; border: 0 }
-  .summary td:nth-child(3) { display: block }
 }
 """
 
@@ -298,31 +295,12 @@ CAPTION = ("What these runs found (laptop), beside recorded GPU runs (gpu). A ma
 def summary_html(
     records: list[dict],
 ) -> str:
-    "Return the first table: a line per comparison, its verdict, and how long the run took."
+    "Return a line per run: a link to its section, and how long it took."
     if not records:
         return "<p>Nothing has been run yet: <code>longhorn reproduce --scale laptop</code>.</p>"
-    lines = []
-    for record in records:
-        for i, row in enumerate(rows_of(record)):
-            link = f'<a href="#{anchor(record)}"><code>{escape(row.claim.name)}</code></a>'
-            took = duration(record["seconds"]) if i == 0 else "same run"
-            lines.append(f"<tr><td>{link}</td><td colspan=2>{row_html(row)}</td><td class=time>{took}</td></tr>")
-    head = '<th>claim</th><th colspan=2>this run</th><th>time</th>'
-    return (f'<div class="scroll"><table class="summary"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{''.join(lines)}</tbody></table></div>")
-
-# %% ../../nbs/lab/40_report.ipynb #40_report-041
-def ledger_list_html(
-    rows: list[Row], # the ledger
-) -> str:
-    "Return every claim with all that was found about it, one block per claim."
-    blocks = []
-    for claim, found in by_claim(rows):
-        head = (f"<code><b>{escape(claim.name)}</b></code> {inline(claim.statement)} "
-                f"<span class=soft>{inline(claim.published)} ({inline(claim.source)})</span>")
-        commands = "".join(f"<br><code>{escape(command)}</code>" for command in dict.fromkeys(row.command for row in found) if command)
-        blocks.append(f"<p>{head}{''.join(f'<br>{row_html(row)}' for row in found)}{commands}</p>")
-    return "".join(blocks)
+    links = (f'<a href="#{anchor(record)}">{escape(record["claim"])}, {escape(record["scale"])}</a> ({duration(record["seconds"])})'
+             for record in records)
+    return f"<p>Runs: {'; '.join(links)}.</p>"
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-043
 TITLE = "Which claims hold?"
@@ -348,7 +326,7 @@ def page(
         f'<h1>{TITLE}</h1>\n<p class="lead">{ABOUT} Computing time {duration(total)}. '
         f"Written {now:%d %B %Y, %H:%M} UTC.</p>", overview(records, ledger), summary_html(records), *map(part_html, parts)]
     if ledger:
-        body.append(f"<section><h2>All claims</h2>{ledger_list_html(ledger)}</section>")
+        body.append(f"<section><h2>All claims</h2>{''.join(claim_html(*group) for group in by_claim(ledger))}</section>")
     style, body = COLOURS + TEXT + LAYOUT + PHONE, "\n".join(body)
     return f"{HEAD}<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 

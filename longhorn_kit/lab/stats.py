@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'MARGINS', 'MIN_SEEDS', 'LEVEL', 'SEARCH', 'FORMS', 'Comparison', 'holm', 'Judgement', 'measure', 'judge',
-           'overall', 'show', 'spread_text', 'effect', 'verdict_table']
+           'show', 'spread_text', 'effect', 'verdict_table']
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-003
 import math
@@ -97,15 +97,6 @@ def _verdict(comparison, found, p, level, asked):
     return Judgement(n, *found[:3], p, word, why)
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
-def overall(
-    judgements: list[Judgement],
-) -> str: # one of `WORDS`
-    "Return one word for a claim with several comparisons."
-    words = [found.verdict for found in judgements]
-    if len(set(words)) == 1:
-        return words[0]
-    return next((word for word in ("does not hold", "undecided", "cannot be judged") if word in words), "undecided")
-
 FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.3f}", "%": "{:+.1f}", "% larger": "{:.1f}", "times": "{:.2f}",
          "million": "{:.2f}", "lower": "{:+.2f}", "score points": "{:+.2f}"}
 
