@@ -91,7 +91,7 @@ def _row(row, y, place, layout):
     parts.append(_text(layout["number"], middle + 4, number))
     if layout["n"]:
         parts.append(_text(layout["n"], middle + 4, seeds, "dim"))
-    elif len(label) < 46: # a phone has room for it behind a short label only
+    elif len(label) < 50: # a phone has room for it behind a short label only
         parts.append(_text(layout["verdict"], y + 15, seeds, "dim", "end"))
     parts.append(_text(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
     return parts
