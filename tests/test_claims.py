@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longhorn_kit.lab import claims, compare, published
-from longhorn_kit.lab.ledger import KERNELS, ledger, results_folder
+from longhorn_kit.lab.ledger import ledger, results_folder
 
 RECORDED = results_folder()
 
@@ -73,7 +73,7 @@ def test_a_claim_that_holds_at_one_shape_only_is_undecided():
 
 
 def test_recorded_kernel_times_say_what_the_text_says():
-    rows = [row for row in ledger("x") if row.file == KERNELS]
+    rows = [row for row in ledger("x") if row.file == claims.Claim.times]
     assert {row.claim.name: row.judgement.verdict for row in rows} == {
         "exact-cost": "does not hold", "kernel-time": "holds", "kernel-official": "holds"} # the last one: ours against the official
     official = [row.judgement for row in rows if "official against Mamba" in row.comparison.label]
@@ -151,6 +151,18 @@ def test_lengths_tell_texts_apart_from_seeds():
     found = claims.judged("extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}})
     assert [(c.label, j.n, j.verdict) for c, j in found] == [("docs, 16 times the length: diagonal keeps", 3, "holds"),
                                                              ("prose, 16 times the length: diagonal keeps", 3, "does not hold")]
+
+
+def test_needles_are_compared_at_the_longest_text_after_lessons():
+    model = lambda mixer, last: {"mixer": mixer, "needles": {"fact, taught": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
+                                                             "fact": {"once": {"length": [64], "written": [[0]]}}}}
+    found, = compare.compare_needles({"results": {"models": [model("longhorn", 1), model("mamba", 0)]}})
+    assert (found.label, found.differences) == ("fact, taught, 128 tokens: diagonal above Mamba", (50,))
+
+
+def test_recorded_training_speeds_are_judged():
+    rows = [row for row in ledger("x") if row.claim.name == "training-speed"]
+    assert [row.judgement.verdict for row in rows] == ["holds", "holds"] and all(1 < row.judgement.low < row.judgement.high < 1.5 for row in rows)
 
 
 def test_state_numbers_of_the_records_are_those_of_the_models():

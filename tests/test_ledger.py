@@ -10,7 +10,7 @@ import pytest
 
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import axis, forest, picture
-from longhorn_kit.lab.ledger import KERNELS, Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
 from longhorn_kit.lab.stats import Comparison, judge
 
 
@@ -80,7 +80,7 @@ def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(mon
     results = tmp_path / "nbs" / "lab" / "results"
     results.mkdir(parents=True)
     assert words(ledger("x", results)) == ["not run"]
-    path = tmp_path / KERNELS
+    path = tmp_path / claims.Claim.times
     path.parent.mkdir(parents=True)
     for text in ("", "[]", '{"rows": []}', '{"rows": 3}'):
         path.write_text(text)

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from .compare import (
     EXACT_PAIRS, NAMES, about_language, about_length, about_mqar, about_recall, about_vision, compare_language, compare_length, compare_mqar,
-    compare_recall, compare_states, compare_times, compare_tokens, compare_vision, no_fast_kernel, tokens_at)
+    compare_needles, compare_recall, compare_states, compare_times, compare_tokens, compare_training, compare_vision, no_fast_kernel, tokens_at)
 from .published import (
     CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, OFFICIAL_PARAMETERS, THREAD, recall_gains)
 from .stats import LEVEL, Comparison, Judgement, judge
@@ -36,7 +36,8 @@ class Claim:
     compare: Callable | None = None # record -> list of `Comparison`
     about: Callable | None = None   # record -> how it was run, in words
     reads: str | None = None        # the claim whose record `compare` reads, if not its own
-    timed: Callable | None = None   # kernel record -> list of (Comparison, Judgement)
+    timed: Callable | None = None   # record of times -> list of (Comparison, Judgement)
+    times: str = "kernels/results/h200.json" # that record, from the root of a checkout
     settled: Callable | None = None # () -> list of (Comparison, Judgement), from published numbers
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
     by_name: tuple = ()             # scales at which it runs only when it is named
@@ -178,6 +179,15 @@ CLAIMS += [
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-013
 CLAIMS += [
     Claim(
+        name="passkeys", source="this kit", published="–", reads="extrapolation", about=about_length, compare=compare_needles,
+        statement="After lessons on short texts, Longhorn finds a hidden number or fact in texts that are 16 times as long, and Mamba does not.",
+        rule="a higher share of the hidden answers written at the longest length, for every kind"),
+    Claim(
+        name="training-speed", source="this kit", published="–", timed=compare_training, times="nbs/lab/results/language/throughput.json",
+        statement="A Longhorn model of 120M parameters trains as fast as one of Mamba.",
+        rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
+        commands={"gpu": "python -c 'from longhorn_kit.lab.language_grid import throughput; throughput(\"speed\", contexts=(1024,))'"}),
+    Claim(
         name="recall-intensive", source=THREAD, published="mean gain +1.15 points read once, +4.25 read twice",
         statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",
         rule="a higher score on the mean of the same six sets; in the published table, on every set",
@@ -284,15 +294,15 @@ def elsewhere(
 
 CLAIMS += [
     Claim(name="elsewhere-perplexity", source=MUON, published="paper: lower at every size", rule="lower on both sets",
-          statement="Measured by others: lower perplexity than Mamba.",
+          statement="Measured by others, with the exact form and one rate, in Gated DeltaNet's architecture: lower perplexity than Mamba.",
           settled=partial(elsewhere, "Wikitext perplexity", "LAMBADA perplexity")),
     Claim(name="elsewhere-accuracy", source=MUON, published="paper: better on average", rule="higher mean accuracy",
-          statement="Measured by others: higher mean downstream accuracy than Mamba.", settled=partial(elsewhere, "mean accuracy")),
+          statement="Measured by others, with the same layer: higher mean downstream accuracy than Mamba.", settled=partial(elsewhere, "mean accuracy")),
     Claim(name="elsewhere-recall", source=MUON, published="paper: better recall", rule="higher at every length, on all three needle tasks",
-          statement="Measured by others: better recall in long contexts than Mamba.",
+          statement="Measured by others, with the same layer, fine-tuned on Alpaca: better recall in long contexts than Mamba.",
           settled=partial(elsewhere, "pass-key at 2K/4K/8K", "number at 2K/4K/8K", "UUID at 2K/4K/8K")),
     Claim(name="elsewhere-vision", source=MUON, published="paper: as good or better", rule="as good on every set",
-          statement="Measured by others: as good as Mamba in vision, inside MambaVision-T.",
+          statement="Measured by others, with the same layer inside MambaVision-T: as good as Mamba in vision.",
           settled=partial(elsewhere, *(name for name in INDEPENDENT if name.split()[0].startswith(("ImageNet", "COCO", "ADE"))))),
 ]
 

@@ -6,8 +6,8 @@
 __all__ = ['NAMES', 'RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'SHAPES', 'edge', 'compare_recall',
            'about_recall', 'mqar_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states',
            'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens',
-           'compare_length', 'about_length', 'compare_vision', 'about_vision', 'kernel_times', 'compare_times',
-           'no_fast_kernel']
+           'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision', 'kernel_times',
+           'compare_times', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-003
 import math
@@ -255,10 +255,24 @@ def compare_length(
         published=paper if mixer == "longhorn" else None)
         for (text, mixer), values in growth.items() if mixer in mixers] if longest > 1 else []
 
+def compare_needles(
+    record: dict, # of `longhorn_kit.lab.extrapolation`
+) -> list[Comparison]:
+    "Compare how often Longhorn and Mamba write what was hidden in the longest text, after lessons on short ones."
+    written = {}
+    for model in record["results"]["models"]:
+        for kind, found in model["needles"].items():
+            if kind.endswith("taught"):
+                share = mean(row[-1] for row in found["once"]["written"])
+                written.setdefault((kind, found["once"]["length"][-1]), {}).setdefault(model["mixer"], []).append(100 * share)
+    return [Comparison(f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba", tuple(x - y for x, y in zip(found[name], found["mamba"])), searched=0)
+            for (kind, length), found in written.items() for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= found.keys()]
+
 def about_length(record):
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
-    return f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context {record['results']['context']}; texts: {lengths}"
+    return (f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context {record['results']['context']}; texts: {lengths}, in "
+            "short documents: this tests stability, not the use of a long context")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-025
 def compare_vision(
@@ -305,7 +319,21 @@ def compare_times(
                       Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict)))
     return found
 
-# %% ../../nbs/lab/38_compare.ipynb #38_compare-029
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-028
+def compare_training(
+    record: dict, # nbs/lab/results/language/throughput.json
+) -> list[tuple[Comparison, Judgement]]:
+    "Compare training tokens per second of Longhorn and Mamba, eager and compiled."
+    speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in record["rows"] if row["context"] == 1024}
+    found = []
+    for name in ("longhorn", "longhorn_exact"):
+        ratios = tuple(speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True))
+        verdict = "holds" if min(ratios) >= 1 / 1.02 else "undecided" if max(ratios) >= 1 / 1.02 else "does not hold"
+        found.append((Comparison(f"{NAMES[name]} against Mamba, eager and compiled", ratios, "times"),
+                      Judgement(2, mean(ratios), min(ratios), max(ratios), verdict=verdict)))
+    return found
+
+# %% ../../nbs/lab/38_compare.ipynb #38_compare-030
 def no_fast_kernel(
     record: dict, # kernels/results/h200.json
 ) -> list[tuple[Comparison, Judgement]]:

@@ -87,7 +87,7 @@ def _row(row, y, place, layout):
         parts.append(_ring(place(comparison.published), middle))
     parts.append(mark(place(found.difference), middle, found.verdict))
     number = show(found.difference, comparison.unit).replace("-", "\u2212") + ("×" if comparison.unit == "times" else "")
-    seeds = f"n = {found.n}" if comparison.unit != "times" else f"{found.n} shapes"
+    seeds = f"n = {found.n}"
     parts.append(_text(layout["number"], middle + 4, number))
     if layout["n"]:
         parts.append(_text(layout["n"], middle + 4, seeds, "dim"))

@@ -49,7 +49,7 @@ TOKENS_NEEDED, TOKENS_READ = 55e9, 100e9
 OFFICIAL_PARAMETERS = {"longhorn": 128_563_968, "attention": 123_587_328, "gla": 123_822_336} # the 120M models
 
 # %% ../../nbs/lab/38_published.ipynb #38_published-018
-MUON = "arXiv 2606.30461 (exact form with one rate, in Gated DeltaNet's architecture; single runs)"
+MUON = "arXiv 2606.30461, single runs"
 INDEPENDENT = { # measure -> model -> numbers
     "Wikitext perplexity": {"longhorn": 43.06, "mamba": 42.17, "gated_deltanet": 39.58},
     "LAMBADA perplexity": {"longhorn": 96.80, "mamba": 102.51, "gated_deltanet": 97.92},
