@@ -220,6 +220,21 @@ def test_folder_that_cannot_be_written_fails_before_anything_runs(here, capsys, 
     assert fakes.module.calls == [] and (here / "file").read_text() == "mine"
 
 
+def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeypatch):
+    recipes = dict(done="echo trained > model && echo evaluated > scores", broken="exit 7", filled="longhorn eval --model FOLDER")
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(name, module=None, minutes={}, commands={"paper": text}) for name, text in recipes.items()])
+    assert cli.main(["reproduce", "done", "--scale", "paper"]) == 0
+    assert (here / "scores").read_text() == "evaluated\n" and "the full recipe" in capsys.readouterr().out
+    assert "broken (its command ended with code 7)" in fails(capsys, ["reproduce", "broken", "--scale", "paper"])
+    assert "it has a recipe: --scale paper" in fails(capsys, ["reproduce", "done"])
+    assert "has no run at scale paper; those" in fails(capsys, ["reproduce", "filled", "--scale", "paper"])
+
+
+def test_downstream_trains_and_evaluates_every_model():
+    command = cli.recipe(claims.find_claim("downstream"), "paper")
+    assert "for mixer in longhorn mamba gla" in command and command.index("train-lm") < command.index("longhorn eval") and "--tasks downstream" in command
+
+
 def test_report_that_cannot_be_written_keeps_the_runs(here, capsys):
     (here / "runs" / "report.html").mkdir(parents=True)
     assert "report.html" in fails(capsys, ["reproduce"])
