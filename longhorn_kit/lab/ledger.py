@@ -80,55 +80,37 @@ def rerun_command(
 def _rows_of_file(
     claim: Claim,
     path: Path, # a record that may or may not exist
-    scale: str, # of a variant, with its name in brackets
+    stem: str,  # its scale, or the name of a further record
     shown: str, # the path to print
 ) -> list[Row]:
-    "Return the rows of one record file; none if there is no trace of a run."
-    source, folder = claim.reads or claim.name, path.parent
-    command = "" if "(" in scale else rerun_command(source, scale)
-    wrong = lambda verdict, why: [Row(claim, Comparison(""), Judgement(0, verdict=verdict, why=why), scale, "", shown, command)]
+    "Return the rows of one record file; none if there is no trace of a run, or if a further file is something else."
+    source, folder, command = claim.reads or claim.name, path.parent, rerun_command(claim.reads or claim.name, stem)
+    wrong = lambda verdict, why: [Row(claim, Comparison(""), Judgement(0, verdict=verdict, why=why), stem, "", shown, command)]
     if not path.exists():
         started = path.name == "record.json" and not claim.reads and folder.is_dir() and any(folder.iterdir())
         return wrong("not run", "started, no record yet") if started else []
     try:
         record = load_record(path, source)
-        found = judge_record(claim, record)
-        about = claim.about(record) if claim.about else ""
+        scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
+        found, about = judge_record(claim, record), claim.about(record) if claim.about else ""
     except ERRORS as error:
-        return wrong("cannot be judged", f"{path.name} {error}")
+        return wrong("cannot be judged", f"{path.name} {error}") if stem in SCALES else []
     return [Row(claim, *pair, scale, about, shown, rerun_command(source, scale, record)) for pair in found]
 
-def _variants(
-    folder: Path, # recorded runs of one claim
-    name: str,    # the claim
-) -> list[tuple[Path, str]]: # (file, its scale and name)
-    "Find further records of a claim beside those of its scales."
-    found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            scale = record["scale"] if record["claim"] == name and path.stem not in SCALES else None
-        except ERRORS:
-            scale = None # some other file
-        found += [(path, f"{scale} ({path.stem})")] if scale else []
-    return found
-
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-092
 def _rows_of_runs(
     claim: Claim,
     runs: Path,
     results: Path | None,
 ) -> list[Row]:
-    "Return fresh runs, then recorded runs, of every scale; then recorded variants."
-    source, files = claim.reads or claim.name, []
-    for scale in SCALES:
-        files.append((runs / source / scale / "record.json", scale, f"{runs.name}/{source}/{scale}/record.json"))
-    for scale in SCALES if results else ():
-        files.append((results / source / f"{scale}.json", scale, f"nbs/lab/results/{source}/{scale}.json"))
-    for path, scale in _variants(results / source, source) if results else ():
-        files.append((path, scale, f"nbs/lab/results/{source}/{path.name}"))
+    "Return fresh runs, then recorded runs, of every scale; then further records."
+    source = claim.reads or claim.name
+    files = [(runs / source / scale / "record.json", scale, f"{runs.name}/{source}/{scale}/record.json") for scale in SCALES]
+    if results:
+        further = sorted(path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES)
+        files += [(results / source / f"{stem}.json", stem, f"nbs/lab/results/{source}/{stem}.json") for stem in (*SCALES, *further)]
     return [row for file in files for row in _rows_of_file(claim, *file)]
 
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-092
 def _rows_of_times(
     claim: Claim,
     results: Path | None, # nbs/lab/results of a checkout
