@@ -54,3 +54,12 @@ def test_a_claim_with_many_questions_is_harder():
     assert (one.low, one.high) == (many.low, many.high) and "10 comparisons" in many.why
     unjudged = judge([clear] + [Comparison("y", (1.0,))] * 9)[0]
     assert unjudged.p == one.p < LEVEL, "comparisons without a verdict cost nothing"
+
+
+@pytest.mark.parametrize("asked", [1, 4])
+def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
+    import numpy as np
+    rng, repeats = np.random.default_rng(0), 1000
+    decided = [any(found.verdict != "undecided" for found in judge([Comparison("x", tuple(row), searched=0) for row in rng.standard_normal((asked, 5))]))
+               for _ in range(repeats)]
+    assert 0.03 < sum(decided) / repeats < 0.07
