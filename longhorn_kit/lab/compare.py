@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'SHAPES', 'edge', 'compare_recall',
-           'about_recall', 'mqar_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states',
-           'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens',
-           'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision', 'kernel_times',
-           'compare_times', 'compare_training', 'no_fast_kernel']
+           'about_recall', 'mqar_cells', 'both_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar',
+           'compare_states', 'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at',
+           'compare_tokens', 'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision',
+           'kernel_times', 'judge_ratios', 'compare_times', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-003
 import math
@@ -26,9 +26,10 @@ NAMES = {
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-007
 def edge(
-    rates: dict, # model -> (best learning rate, all that were tried)
+    rates: dict, # model -> (best learning rate, all that were tried, as numbers or as the keys of a record)
 ) -> str:        # "" if every best rate lies inside
     "Say which models have their best learning rate at the edge of the grid."
+    rates = {name: (best, list(map(float, tried))) for name, (best, tried) in rates.items()}
     single = [name for name, (_, tried) in rates.items() if len(tried) == 1]
     ends = [name for name, (best, tried) in rates.items() if best in (min(tried), max(tried))]
     if len(single) == len(rates):
@@ -47,7 +48,7 @@ def compare_recall(
     for task, results in record["results"]["tasks"].items():
         for first, second in RECALL_ORDER:
             a, b = results["recall"][first], results["recall"][second]
-            rates = {name: (results["lr"][name], list(map(float, results["grid"][name]))) for name in (first, second)}
+            rates = {name: (results["lr"][name], results["grid"][name]) for name in (first, second)}
             found.append(Comparison(
                 f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
                 tuple(100 * (x - y) for x, y in zip(a, b)), doubt=edge(rates),
@@ -58,11 +59,10 @@ def compare_recall(
 def about_recall(
     record: dict, # of `longhorn_kit.lab.recall`
 ) -> str:
-    "Say how the toy task was run: keys, learning rates, seeds, stages."
+    "Say how the toy task was run: keys, learning rates, seeds."
     asked, searched = record["settings"], record["results"].get("search_seeds", ())
     return (f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; learning rates "
-            f"{', '.join(f'{lr:g}' for lr in asked.get('lrs', ()))} searched on {len(searched)} seeds that are not judged. A first stage with "
-            "five other seeds decided little, so each of the two stages may spend half of the 5 %")
+            f"{', '.join(f'{lr:g}' for lr in asked.get('lrs', ()))} searched on {len(searched)} seeds that are not judged")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-013
 SOLVED, LEARNT = 0.985, 1.2 # share of right answers; multiple of the guess level
@@ -81,11 +81,19 @@ def mqar_cells(
             places.setdefault((cell["length"], cell["pairs"], cell["d_model"]), {})[cell["mixer"]] = cell
     return [places[place] for place in sorted(places)]
 
+def both_cells(
+    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    first: str,
+    second: str,
+) -> list[tuple[dict, dict]]:
+    "Return the cells of two models at every size and width that has both."
+    return [(cells[first], cells[second]) for cells in mqar_cells(record) if first in cells and second in cells]
+
 def counts(
     cell: dict,
 ) -> bool:
     "Check that another learning rate cannot change a cell: it is solved, or its rate lies inside the grid."
-    return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], list(map(float, cell["by_lr"])))})
+    return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
 
 def limited(cell):
     return [min(max(value, LEARNT * cell["guess"]), SOLVED) for value in cell["accuracy"]]
@@ -98,7 +106,7 @@ def compare_mqar(
     "Compare two models by the mean accuracy over the cells that count for both."
     found = []
     for first, second in pairs:
-        both = [(cells[first], cells[second]) for cells in mqar_cells(record) if first in cells and second in cells]
+        both = both_cells(record, first, second)
         good = [pair for pair in both if counts(pair[0]) and counts(pair[1])]
         seeds = min((len(cell["accuracy"]) for pair in good for cell in pair), default=0)
         leads = [[x - y for x, y in zip(limited(a), limited(b))] for a, b in good]
@@ -114,7 +122,7 @@ def about_mqar(
     "Say how a grid was run: seeds won, tied and lost over all its cells, and the states at one width."
     texts = []
     for first, second in MQAR_PAIRS + EXACT_PAIRS:
-        both = [(cells[first], cells[second]) for cells in mqar_cells(record) if first in cells and second in cells]
+        both = both_cells(record, first, second)
         signs = [x - y for a, b in both for x, y in zip(limited(a), limited(b))]
         texts += [f"{NAMES[first]} against {NAMES[second]} {sum(s > 0 for s in signs)}-{sum(s == 0 for s in signs)}-{sum(s < 0 for s in signs)}"] * bool(both)
     cells = mqar_cells(record)[0]
@@ -132,7 +140,7 @@ def compare_states(
         for large, small in zip(mqar_cells(record, d_state), usual):
             for mixer in ("longhorn_exact", "longhorn"):
                 pair = large[mixer], small[mixer]
-                doubt = edge({mixer: (cell["lr"], list(map(float, cell["by_lr"]))) for cell in pair[:1]})
+                doubt = edge({mixer: (pair[0]["lr"], pair[0]["by_lr"])})
                 leads = tuple(100 * (x - y) for x, y in zip(*map(limited, pair)))
                 found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", leads, doubt=doubt if any(leads) else "neither learns"))
     return found
@@ -304,6 +312,19 @@ def kernel_times(
              if row["section"] == "main" and (row["form"], row["kernels"]) == (form, kernels or form)}
     return [found[shape] for shape in SHAPES]
 
+def judge_ratios(
+    label: str,
+    ratios: tuple, # how many times as fast, one per shape
+    least: float,  # smallest ratio that holds
+    published: float | None = None,
+) -> tuple[Comparison, Judgement]:
+    "Judge ratios of times: a claim holds if it does for every one; the mean is geometric, the interval their range."
+    held = [ratio >= least for ratio in ratios]
+    verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
+    middle = math.exp(mean(map(math.log, ratios)))
+    return (Comparison(label, ratios, "times", published=published),
+            Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict))
+
 def compare_times(
     record: dict, # kernels/results/h200.json
     rows: tuple,  # (label, slower, faster, smallest ratio that holds, published ratio)
@@ -312,11 +333,7 @@ def compare_times(
     found = []
     for label, slow, fast, least, published in rows:
         ratios = tuple(a / b for a, b in zip(kernel_times(record, slow), kernel_times(record, fast)))
-        held = [ratio >= least for ratio in ratios]
-        verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
-        middle = math.exp(mean(map(math.log, ratios)))
-        found.append((Comparison(label, ratios, "times", published=published),
-                      Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict)))
+        found.append(judge_ratios(label, ratios, least, published))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-028
@@ -328,9 +345,7 @@ def compare_training(
     found = []
     for name in ("longhorn", "longhorn_exact"):
         ratios = tuple(speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True))
-        verdict = "holds" if min(ratios) >= 1 / 1.02 else "undecided" if max(ratios) >= 1 / 1.02 else "does not hold"
-        found.append((Comparison(f"{NAMES[name]} against Mamba, eager and compiled", ratios, "times"),
-                      Judgement(2, mean(ratios), min(ratios), max(ratios), verdict=verdict)))
+        found.append(judge_ratios(f"{NAMES[name]} against Mamba, eager and compiled", ratios, 1 / 1.02))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-030
