@@ -326,7 +326,7 @@ def main():
 
 def write_record(path, rows):
     "The rows with what they depend on, one row a line."
-    from longhorn_kit.lab.records import commit_of_kit
+    from longhorn_kit.records import commit_of_kit
 
     about = dict(triton=triton.__version__, commit=commit_of_kit(), command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),
                  unit="instructions_per_step: warp instructions of the main loop for one step of 32 channels")

@@ -98,7 +98,7 @@ def on_gpu(args):
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench.py: no GPU here; --device interpret runs the same code without times that mean anything")
     import bench_gpu
-    from longhorn_kit.lab.records import commit_of_kit, version_of
+    from longhorn_kit.records import commit_of_kit, version_of
 
     return bench_gpu.main(args, dict(
         gpu=torch.cuda.get_device_name(0) if args.device == "cuda" else "interpreter", python=platform.python_version(),

@@ -16,7 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit.lab.records import commit_of_kit, cpu_name, version_of
+from longhorn_kit.records import commit_of_kit, cpu_name, version_of
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.reference import reference_scan
 

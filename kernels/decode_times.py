@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import longhorn_kit  # noqa: F401, sets the interpreter's variable where there is no GPU
-from longhorn_kit.lab.records import environment, write_json
+from longhorn_kit.records import environment, write_json
 from longhorn_kit.scan.op import longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, torch_conv

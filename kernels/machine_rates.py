@@ -249,7 +249,7 @@ def merged(record, path):
 def main(argv=None):
     import tempfile
     import torch
-    from longhorn_kit.lab.records import commit_of_kit, write_json
+    from longhorn_kit.records import commit_of_kit, write_json
     args, begin = parse(argv), time.monotonic()
     small, there = args.device == "cpu", torch.cuda.device_count()
     if not small and not there:

@@ -157,7 +157,8 @@ def same_settings(
     "Whether the module would run with the settings of this record; True where it does not say."
     if not hasattr(module, "settings_for"):
         return True
-    from longhorn_kit.lab.records import to_plain, without_later
+    from longhorn_kit.records import to_plain
+    from longhorn_kit.lab.run import without_later
     now = without_later(to_plain(module.settings_for(scale)))
     then = without_later(record.get("asked", record["settings"])) # may have been fitted to the time there was
     return all(then.get(name) == value for name, value in now.items())
@@ -351,7 +352,7 @@ def evaluate_from(
 ):
     "Run the tasks, write the record and print its table."
     from longhorn_kit.lab import evaluation
-    from longhorn_kit.lab.records import write_json
+    from longhorn_kit.records import write_json
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
     options = {name: getattr(o, name) for name in names}
     try:

@@ -333,7 +333,7 @@ def test_what_cannot_be_evaluated_is_one_line(checkpoint, tasks, tmp_path, capsy
 def test_scores_are_printed_even_if_their_file_cannot_be_written(checkpoint, tasks, tmp_path, capsys, monkeypatch):
     def full(path, value):
         raise OSError(f"cannot write {path}: No space left on device")
-    monkeypatch.setattr("longhorn_kit.lab.records.write_json", full)
+    monkeypatch.setattr("longhorn_kit.records.write_json", full)
     assert cli.main(["eval", "--tasks", "tiny_choice", "--model", str(checkpoint), "--include", str(tasks), "--out", str(tmp_path / "x.json")]) == 1
     out, err = capsys.readouterr()
     assert "tiny_choice  once  acc" in out and "No space left" in err

@@ -304,7 +304,7 @@ def test_laptop_models_come_from_the_language_run_only_if_they_are_the_same(tmp_
     from types import SimpleNamespace
 
     from longhorn_kit.lab.language import LM_PRESETS, asdict, override, to_plain
-    from longhorn_kit.lab.records import write_json
+    from longhorn_kit.records import write_json
     trained, preset = [], LM_PRESETS["laptop"]
     corpus = SimpleNamespace(index={"source_sha256": "abc"})
     config = replace(ex.SETTINGS["laptop"], preset=preset)

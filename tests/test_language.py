@@ -15,7 +15,7 @@ from longhorn_kit.lab.language import (
     find_preset, model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
 )
 from longhorn_kit.lab.training import TrainConfig, train
-from longhorn_kit.lab.records import read_json, without_later, write_json
+from longhorn_kit.records import read_json, without_later, write_json
 from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 

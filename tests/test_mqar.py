@@ -14,7 +14,7 @@ from longhorn_kit.lab.mqar import (
     look_inside, look_up, noisy_keys, place_guess, probe, repeat_gain, state_bytes, train_chunks, train_run,
 )
 from longhorn_kit.lab.mqar_grid import LAPTOP, Results, Stage, Turns, agenda, cells, key_of, missing, next_run, run, work
-from longhorn_kit.lab.records import read_json, read_jsonl
+from longhorn_kit.records import read_json, read_jsonl
 from longhorn_kit.lab.stats import WORDS
 
 TINY = replace(LAPTOP, stages=(Stage(16, 2, 8, models=("longhorn", "attention")), Stage(16, 2, 8, 1, models=("longhorn_exact",), d_state=4)), vocab=16,

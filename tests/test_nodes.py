@@ -3,7 +3,7 @@
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 import pytest
-from longhorn_kit.lab.records import read_json, read_jsonl
+from longhorn_kit.records import read_json, read_jsonl
 
 COMMAND = ("train-lm --preset laptop --d-model 16 --n-layer 1 --context 32 --batch-size 4 --eval-every 400 --save-every 400 "
            "--data text.txt").split()

@@ -31,7 +31,7 @@ from longhorn_kit.lab.planner import (
     scan_seconds,
     trace_model,
 )
-from longhorn_kit.lab.records import append_jsonl, write_json
+from longhorn_kit.records import append_jsonl, write_json
 from longhorn_kit.lab.training import LossOnly, TrainConfig
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.lm import Block, count_parameters

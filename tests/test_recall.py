@@ -9,7 +9,7 @@ from longhorn_kit.lab.recall import (
     MEMORIES, RecallConfig, RecallModel, draw_streams, figures, grade, guess_level, late_recall, look_up, run, run_model, tables, train_recall,
 )
 from longhorn_kit.lab import claims
-from longhorn_kit.lab.records import read_json
+from longhorn_kit.records import read_json
 from longhorn_kit.lab.stats import WORDS
 
 TINY = RecallConfig(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_size=4, steps=6, warmup=1, lrs=(0.05,), seeds=(0, 1),

@@ -1,25 +1,28 @@
-import copy, errno, io, json, math, os, pickle, platform, resource, signal, subprocess, sys, time
+import copy, errno, io, json, math, os, pickle, platform, resource, subprocess, sys
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 import pytest
 import torch
 import longhorn_kit
+from longhorn_kit import records
 from hypothesis import given, settings, strategies as st
-from longhorn_kit.lab.records import (
-    PlainProgress,
+from longhorn_kit.records import (
     append_jsonl,
     atomic_folder,
     commit_of_kit,
+    check_folder,
     environment,
+    exclusive_lock,
     progress,
     read_json,
     read_jsonl,
-    side_by_side,
+    read_record,
     to_plain,
     without_machine_paths,
     write_json,
     write_jsonl,
+    write_record,
 )
 
 
@@ -149,45 +152,87 @@ def test_torn_last_line_is_dropped_and_a_torn_middle_is_an_error(tmp_path):
     assert read_jsonl(tmp_path / "none.jsonl") == []
 
 
-def test_the_next_line_takes_the_place_of_a_torn_one(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    append_jsonl(path, {"a": 1})
-    for torn, left in (('{"a": 2, "lo', [1]), ('{"a": 2}', [1, 2]), ("", [1])):    # a whole line may lack its end
-        path.write_text('{"a": 1}\n' + torn)
-        append_jsonl(path, {"a": 3})
-        assert [line["a"] for line in read_jsonl(path)] == [*left, 3]
+def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    with atomic_folder(path) as new:
+        (new / "weights").write_text("old")
+    monkeypatch.setattr(records, "exchange", lambda one, other: False)
+    real, seen = os.replace, []
+    def watched(source, target):
+        real(source, target)
+        if path in (Path(source), Path(target)):
+            seen.append((records.standing(path) / "weights").read_text())
+    monkeypatch.setattr(os, "replace", watched)
+    with atomic_folder(path) as new:
+        (new / "weights").write_text("new")
+    assert seen == ["old", "new"] and os.listdir(tmp_path) == ["model"]
+    real(path, tmp_path / ".model.old") # killed between the two
+    with pytest.raises(KeyboardInterrupt), atomic_folder(path):
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["model"]
 
 
-def _write_lines(path, name):
-    for i in range(400):
-        append_jsonl(path, {"who": name, "i": i, "text": "x" * 3000})
+def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f".a.json.{records.HERE}-{gone.pid}.partial", f".a.json.{records.HERE}-{os.getppid()}.partial",
+                 f".a.json.ffffff-{gone.pid}.partial", f".b.json.{records.HERE}-{gone.pid}.partial"):
+        (tmp_path / name).mkdir()
+    write_json(tmp_path / "a.json", 1)
+    assert len(os.listdir(tmp_path)) == 4 and not (tmp_path / f".a.json.{records.HERE}-{gone.pid}.partial").exists()
 
 
-def test_lines_of_several_processes_are_all_kept(tmp_path):
-    import multiprocessing
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"who": 9, "i": 0}\n{"torn')
-    writers = [multiprocessing.Process(target=_write_lines, args=(path, n)) for n in range(4)]
-    [writer.start() for writer in writers]
-    [writer.join() for writer in writers]
-    found = [(line["who"], line["i"]) for line in read_jsonl(path)]
-    assert sorted(found) == [(n, i) for n in range(4) for i in range(400)] + [(9, 0)]
+@pytest.mark.parametrize("damage", [
+    lambda text: text.replace("0.5", "0.6"), lambda text: text[:-30], lambda text: "", lambda text: "[1]",
+    lambda text: text.replace("sha256", "sha512"), lambda text: text.replace("loss", "lost"), lambda text: "[" * 100000])
+def test_a_damaged_record_is_one_sentence_with_file_and_remedy(tmp_path, damage):
+    path = write_record(tmp_path / "record.json", {"loss": 0.5, "text": "a\x1b[31mb<c>"})
+    assert read_record(path)["text"] == "a\ufffd[31mb<c>"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=r"record.json.*; restore the file, or delete it and run its command again$") as caught:
+        read_record(path)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_disk_without_locks_gets_its_lines(tmp_path, monkeypatch):
-    import fcntl
-    def none(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    monkeypatch.setattr(fcntl, "flock", none)
-    append_jsonl(tmp_path / "m.jsonl", {"a": 1})
-    append_jsonl(tmp_path / "m.jsonl", {"a": 2})
-    assert read_jsonl(tmp_path / "m.jsonl") == [{"a": 1}, {"a": 2}]
+def test_a_damaged_folder_names_its_file(tmp_path):
+    with atomic_folder(tmp_path / "model") as new:
+        (new / "deep").mkdir()
+        (new / "deep" / "weights").write_bytes(bytes(100))
+    check_folder(tmp_path / "model", "export it again")
+    for name, content in (("deep/weights", b"1" * 100), ("deep/weights", b""), ("manifest.json", b"{}")):
+        kept = (tmp_path / "model" / name).read_bytes()
+        (tmp_path / "model" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is damaged; export it again$"):
+            check_folder(tmp_path / "model", "export it again")
+        (tmp_path / "model" / name).write_bytes(kept)
+    (tmp_path / "model" / "deep" / "weights").unlink()
+    with pytest.raises(ValueError, match="weights is missing; export it again$"):
+        check_folder(tmp_path / "model", "export it again")
+
+
+def test_a_second_process_does_not_get_the_folder(tmp_path):
+    code = f"from longhorn_kit.records import exclusive_lock\nwith exclusive_lock({str(tmp_path)!r}, wait=False): print('in')"
+    second = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    with exclusive_lock(tmp_path) as alone:
+        assert alone and "BlockingIOError" in second().stderr
+    assert second().stdout == "in\n" and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_silent_for_short_work_away_from_a_terminal(monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert list(progress(range(3), "steps")) == [0, 1, 2] and bool(shown.getvalue()) == terminal
+    before = shown.getvalue()
+    assert list(progress(range(3), disable=True)) == [0, 1, 2] and shown.getvalue() == before
 
 
 def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
     path, real = tmp_path / "step", os.replace
     path.mkdir()
     (path / "old").write_text("old")
+    monkeypatch.setattr(records, "exchange", lambda one, other: False)
     def fails(source, target):
         if str(source).endswith(".partial"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -255,100 +300,11 @@ def test_commit_says_when_files_differ(tmp_path):
     assert len(clean) == 12 and commit_of_kit(tmp_path) == clean + "+"
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress(3, "steps") as bar:
-        for _ in range(3):
-            bar.update()
-            bar.set_postfix(loss=0.5)
-    assert "\r" in sys.stderr.getvalue()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert list(progress(range(3), "steps", every=0)) == [0, 1, 2]
-    assert (
-        sys.stderr.getvalue().count("\n") == 3
-        and "\r" not in sys.stderr.getvalue()
-        and "steps: 3/3" in sys.stderr.getvalue()
-    )
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert list(progress(range(3), every=0, disable=True)) == [0, 1, 2] and sys.stderr.getvalue() == ""
-
-
-def test_plain_progress_counts_on_from_where_a_run_was_resumed():
-    bar = PlainProgress(total=100, desc="steps", initial=40, file=io.StringIO())
-    bar.update()
-    assert bar.line().startswith("steps: 41/100 (")
-
-
-def threads_and_root(x):
-    return torch.get_num_threads(), math.sqrt(x)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_side_by_side_keeps_the_order_on_one_thread_each(workers):
-    counted, before = [], torch.get_num_threads()
-    done = lambda: counted.append(1) or 0
-    found = side_by_side(threads_and_root, [(4.0,), (9.0,), (16.0,)], workers, total=3, done=done)
-    assert found == [(1, 2.0), (1, 3.0), (1, 4.0)] and torch.get_num_threads() == before and (counted or workers == 1)
-    with pytest.raises(ValueError, match="math domain error|nonnegative"):
-        side_by_side(threads_and_root, [(4.0,), (-1.0,), (9.0,)], workers)
-
-
-def until_told(folder, name):
-    "A job that goes on until it is asked to stop, and then keeps what it has."
-    from longhorn_kit.lab.training import noted_stop
-    with noted_stop() as stop:
-        Path(folder, f"{name}.begun").touch()
-        while not stop.name:
-            time.sleep(0.02)
-        Path(folder, f"{name}.kept").touch()
-        raise KeyboardInterrupt(f"{name} kept what it had")
-
-
-def named(folder, ending):
-    return sorted(path.stem for path in folder.glob(f"*.{ending}"))
-
-
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_side_by_side_ends_with_its_parent(tmp_path, number):
-    code = ("import sys; from longhorn_kit.lab.records import side_by_side; from test_records import until_told\n"
-            "if __name__ == '__main__':\n"
-            "    try:\n        side_by_side(until_told, [(sys.argv[1], name) for name in 'abcd'])\n"
-            "    except KeyboardInterrupt as stop:\n        print(stop)")
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True,
-                              stdout=subprocess.PIPE if number == signal.SIGINT else subprocess.DEVNULL, # orphans keep it open
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])})
-    wait_until(lambda: named(tmp_path, "begun") == ["a", "b"])
-    parent.send_signal(number)
-    said = parent.communicate(timeout=60)[0]
-    wait_until(lambda: named(tmp_path, "kept") == ["a", "b"], 20)
-    assert named(tmp_path, "begun") == ["a", "b"]
-    assert number == signal.SIGKILL or said.strip() in ("a kept what it had", "b kept what it had")
-
-
-def test_a_process_whose_parent_has_gone_before_it_could_look_ends():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    code = f"import time; from longhorn_kit.lab.records import end_with; end_with({gone.pid}); time.sleep(60)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == -signal.SIGTERM
-
-
 @pytest.mark.parametrize("how, told", [
     (["script.py", "--out", "a b"], "python script.py --out 'a b'"), (["-m", "script", "x"], "python -m script x"),
     (["-c", "import script", "x"], "python -c 'import script' x")])
 def test_a_recorded_command_can_be_run_again(tmp_path, how, told):
-    (tmp_path / "script.py").write_text("from longhorn_kit.lab.records import command_line\nprint(command_line())\n")
+    (tmp_path / "script.py").write_text("from longhorn_kit.records import command_line\nprint(command_line())\n")
     path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
     done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.stdout.strip() == told, done.stderr

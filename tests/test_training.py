@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from longhorn_kit.lab import training
 from longhorn_kit.lab.data import Sampler
-from longhorn_kit.lab.records import read_json, read_jsonl
+from longhorn_kit.records import read_json, read_jsonl
 from longhorn_kit.lab.training import (
     TrainConfig,
     TrainingDiverged,

@@ -16,7 +16,7 @@ import triton
 from triton.testing import do_bench_cudagraph
 
 from shared import SHAPES, inputs
-from longhorn_kit.lab.records import commit_of_kit
+from longhorn_kit.records import commit_of_kit
 from longhorn_kit.scan import triton_exact
 
 SIZES = {f"{name}, D={D}": (*SHAPES[name][:2], D, 16) for name, widths in

@@ -4,17 +4,16 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'COMPRESSED', 'RECORDS', 'NO_TEXT', 'HUB_NAME', 'GPT2_PATTERN',
-           'BATCH_DOCUMENTS', 'BATCH_TEXT', 'MARK_SECONDS', 'NO_LOCKS', 'stdlib_files', 'normalise', 'help_topics',
-           'name_hash', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text',
-           'file_trouble', 'text_documents', 'found_column', 'record_documents', 'json_records', 'parquet_records',
-           'file_kind', 'file_documents', 'matching_files', 'hub_name', 'HubRows', 'hub_trouble', 'hub_documents',
-           'load_documents', 'load_text', 'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer',
-           'token_dtype', 'TokenShards', 'OpenShard', 'reopen', 'ShardWriter', 'holds_whole', 'pieces_of',
-           'split_documents', 'batches', 'one_batch', 'batch_hash', 'batches_after', 'tokenise', 'in_order', 'cores',
-           'Preparation', 'stages_of', 'cutter', 'run_stage', 'write_corpus', 'alone_in', 'locked', 'wait_for_first',
-           'make_corpus', 'kept', 'stamp', 'fault', 'faults', 'open_shards', 'Corpus', 'remake_shard', 'check_corpus',
-           'source_hash', 'tokenizer_hash', 'cache_folder', 'check_numbers', 'read_index', 'prepare', 'epoch_order',
-           'Sampler']
+           'BATCH_DOCUMENTS', 'BATCH_TEXT', 'MARK_SECONDS', 'stdlib_files', 'normalise', 'help_topics', 'name_hash',
+           'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text', 'file_trouble',
+           'text_documents', 'found_column', 'record_documents', 'json_records', 'parquet_records', 'file_kind',
+           'file_documents', 'matching_files', 'hub_name', 'HubRows', 'hub_trouble', 'hub_documents', 'load_documents',
+           'load_text', 'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype',
+           'TokenShards', 'OpenShard', 'reopen', 'ShardWriter', 'holds_whole', 'pieces_of', 'split_documents',
+           'batches', 'one_batch', 'batch_hash', 'batches_after', 'tokenise', 'in_order', 'cores', 'Preparation',
+           'stages_of', 'cutter', 'run_stage', 'write_corpus', 'wait_for_first', 'make_corpus', 'kept', 'stamp',
+           'fault', 'faults', 'open_shards', 'Corpus', 'remake_shard', 'check_corpus', 'source_hash', 'tokenizer_hash',
+           'cache_folder', 'check_numbers', 'read_index', 'prepare', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
 import errno, glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, shutil, sys, sysconfig, time, zlib
@@ -25,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 import torch
-from .records import atomic_file, progress, publish_folder, read_json, write_json
+from ..records import (
+    atomic_file, exclusive_lock, progress, put_in_place, put_on_disk, read_json, write_json)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-007
 PACKAGES = (
@@ -900,59 +900,6 @@ def write_corpus(
     write_json(Path(folder) / "index.json", index)
     (Path(folder) / "journal.json").unlink()
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-079
-@contextmanager
-def alone_in(
-    folder, # made if need be
-):
-    """Context manager that waits until no other process works in the folder.
-
-    Yields whether the folder is locked; False on Windows and on a file system without locks."""
-    handle = None
-    while os.name != "nt": # Windows has no such locks
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = locked(folder)
-        if handle is None or folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
-            break
-        os.close(handle) # while we waited the folder was renamed or removed
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield handle is not None
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-080
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK} # from a file system without locks
-
-def locked(
-    folder, # that exists
-    wait=True, # for another process that holds it; False: BlockingIOError
-):
-    """A handle that holds the folder's lock, once no other process does.
-
-    None, after a warning, on a file system without locks. Nothing then keeps a second process out, but files are
-    still replaced whole or not at all, and `prepare` refuses shards that do not fit their index. On a network disk
-    a lock may hold for one machine only."""
-    import fcntl
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            print(f"another process is preparing {folder}; waiting for it", file=sys.stderr)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        os.close(handle)
-        if error.errno not in NO_LOCKS:
-            error.filename = str(folder)
-            raise
-        print(f"the file system of {folder} has no locks; do not start a second run there", file=sys.stderr)
-        return None
-    return handle
-
 # %% ../../nbs/lab/30_data.ipynb #30_data-081
 def wait_for_first(
     folder, # of the corpus
@@ -972,13 +919,14 @@ def make_corpus(
 
     What an interruption leaves is continued by the next call. Raises ValueError or OSError in one line."""
     partial = folder.with_name(f".{folder.name}.partial")
-    with alone_in(partial) as alone:
+    with exclusive_lock(partial) as alone:
         try:
             if not alone:
                 wait_for_first(folder)
             if not (folder / "index.json").exists(): # else another process made it meanwhile
                 write_corpus(partial, *parts, **options)
-                publish_folder(partial, folder)
+                put_on_disk(partial)
+                put_in_place(partial, folder)
         except ValueError: # the data will not be better next time
             shutil.rmtree(partial, ignore_errors=True)
             raise

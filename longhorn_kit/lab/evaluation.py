@@ -25,8 +25,7 @@ import torch
 
 from .data import get_tokenizer
 from .language import check_finite, check_vocabulary, trained_tokenizer
-from .records import (
-    atomic_folder, command_line, environment, read_json, to_plain, version_of)
+from ..records import atomic_folder, command_line, environment, read_json, to_plain, version_of
 from ..models import SequenceLM
 
 # %% ../../nbs/lab/36_evaluation.ipynb #36_evaluation-006

@@ -30,7 +30,8 @@ from . import claims
 from .data import prepare
 from .language import (
     LM_PRESETS, LanguageConfig, LMPreset, cache_numbers, new_model, override, run_model)
-from .records import command_line, environment, one_thread, read_json, to_plain, write_json
+from ..records import command_line, environment, read_json, to_plain, write_json
+from .run import one_thread
 from .stats import spread_text, verdict_table
 from ..models import LMConfig, SequenceLM
 from ..scan.op import check_choice

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from . import claims
 from .data import HELD_OUT, Corpus, Sampler, prepare
-from .records import (
-    atomic_file, check_same_settings, command_line, environment, one_thread, read_json,
-    read_jsonl, side_by_side, to_plain, without_later, write_json)
+from longhorn_kit.records import (
+    atomic_file, check_same_settings, command_line, environment, read_json, read_jsonl, to_plain,
+    write_json)
+from .run import one_thread, side_by_side, without_later
 from .published import CODE, THREAD
 from .stats import spread_text, verdict_table
 from .training import TrainConfig, make_accelerator, together, train

@@ -36,9 +36,9 @@ from .language import (
     LM_PRESETS, LMPreset, check_same_model, last_step, model_config, new_model, notes_of, save_lm)
 from .mqar_grid import (
     Results, Turns, busy, gpu_load, key_of, machine_of, made_on, seconds_before, visible_gpus)
-from longhorn_kit.lab.records import (
-    append_jsonl, command_line, end_with, progress, read_json, read_jsonl, to_plain, without_later,
-    write_json)
+from ..records import (
+    append_jsonl, command_line, progress, read_json, read_jsonl, to_plain, write_json)
+from .run import end_with, without_later
 from .stats import spread_text, verdict_table
 from .training import (
     MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, engine, evaluate, make_run, train, train_step)
@@ -331,7 +331,7 @@ def work_off(
     "Start the workers, restart those whose GPU failed, stop all in time, and note how busy the GPUs are."
     gpus, results, begun = sorted(set(devices) - {"cpu"}), Results(folder), time.time()
     running = [(device, start_worker(options, device)) for device in devices]
-    bar = progress(most, desc)
+    bar = progress(desc=desc, total=most)
     try:
         while any(process.poll() is None for _, process in running) and time.time() < options["deadline"]:
             time.sleep(min(1.0, max(0.05, options["deadline"] - time.time())))

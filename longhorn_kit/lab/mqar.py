@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .records import check_ranges, to_plain
+from ..records import check_ranges, to_plain
 from .training import parameter_groups
 from ..models import LMConfig, SequenceLM
 from ..models.mixer import Longhorn

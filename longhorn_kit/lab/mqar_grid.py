@@ -30,8 +30,10 @@ import torch
 
 from . import claims
 from .mqar import Run, Task, Training, place_guess, train_run
-from .records import (
-    append_jsonl, command_line, commit_of_kit, end_with, environment, progress, read_json, read_jsonl, to_plain, write_json)
+from ..records import (
+    append_jsonl, command_line, commit_of_kit, environment, progress, read_json, read_jsonl,
+    to_plain, write_json)
+from .run import end_with
 from .stats import verdict_table
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-006
@@ -487,7 +489,7 @@ def watch(
     "Wait for the workers, show how many runs are done, and note every few seconds how busy the GPUs are."
     results, known, begun = Results(folder), cells(grid), time.monotonic()
     most = len(known) * (len(grid.lrs) + len(grid.late_lrs) + len(grid.seeds) - 1)
-    bar = progress(most, "mqar runs")
+    bar = progress(desc="mqar runs", total=most)
     try:
         while any(process.poll() is None for process in workers):
             time.sleep(1)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 import longhorn_kit
 from .language import LMPreset, find_preset, model_config
-from .records import read_json, read_jsonl
+from ..records import read_json, read_jsonl
 from .training import LossOnly, TrainConfig, softmax_gap
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters

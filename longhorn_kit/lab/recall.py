@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import claims
-from .records import (
-    command_line, environment, one_thread, read_json, side_by_side, to_plain, write_json)
+from ..records import command_line, environment, read_json, to_plain, write_json
+from .run import one_thread, side_by_side
 from .stats import spread_text, verdict_table
 from ..models.baselines import rotate
 from ..scan.op import longhorn_scan

@@ -22,7 +22,7 @@ from . import claims
 from .claims import Claim, claim_module, find_claim
 from .forest import forest
 from .ledger import Ledger, Row, by_claim, cells, judge_record, reason, rerun_command
-from .records import atomic_file
+from ..records import atomic_file
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-006
 def figure_alt(

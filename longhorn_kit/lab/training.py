@@ -10,8 +10,8 @@ __all__ = ['NO_DECAY', 'TARGET_BITS', 'VOTE_BITS', 'MAY_CHANGE', 'LOST', 'TrainC
            'checkpoints', 'file_hashes', 'finish_checkpoint', 'save_checkpoint', 'latest_checkpoint', 'resume',
            'check_folder', 'engine', 'scan_of', 'record_attempt', 'noted_stop', 'validated', 'train_loop', 'WorkerLost',
            'about_peers', 'peers_watched', 'gathered', 'together', 'take_folder', 'see_folder', 'fingerprint',
-           'facts_of', 'check_alike', 'make_run', 'fill_run', 'make_parts', 'make_validate', 'only_run_in', 'train',
-           'summary']
+           'facts_of', 'check_alike', 'make_run', 'fill_run', 'make_parts', 'make_validate', 'only_run_in',
+           'remove_if_empty', 'train', 'summary']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
 import dataclasses, hashlib, math, os, shutil, signal, socket, sys, threading, time, uuid, warnings
@@ -23,11 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from .data import Sampler, locked
-from longhorn_kit.lab.records import (
-    append_jsonl, cannot_write, check_ranges, check_same_settings, command_line, environment, progress, publish_folder,
-    read_json, read_jsonl, to_plain, write_json, write_jsonl,
-)
+from .data import Sampler
+from ..records import (
+    append_jsonl, cannot_write, check_ranges, check_same_settings, command_line, environment,
+    exclusive_lock, progress, put_in_place, put_on_disk, read_json, read_jsonl, to_plain,
+    write_json, write_jsonl)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-007
 @dataclass(frozen=True)
@@ -471,7 +471,8 @@ def finish_checkpoint(
         os.fsync(file.fileno()) # after a power cut the metrics must not end before the checkpoint
     about = {"step": run.step, "seconds": run.seconds, "sampler": run.sampler.state_dict()}
     write_json(partial / "checkpoint.json", about | {"sha256": file_hashes(partial)})
-    publish_folder(partial, path)
+    put_on_disk(partial)
+    put_in_place(partial, path)
     for old in checkpoints(run.folder)[:-run.config.keep]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -875,24 +876,19 @@ def only_run_in(
     """Context manager in which no other process of this machine trains in the folder; ValueError if one does.
 
     Makes a missing folder, and removes it if it is still empty at the end."""
-    handle, made = None, [place for place in (folder, *folder.parents) if not place.exists()] if folder else []
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-    if folder and os.name != "nt": # Windows has no such locks
+    with ExitStack() as held:
+        for place in [place for place in (folder, *folder.parents) if not place.exists()][::-1] if folder else ():
+            held.callback(remove_if_empty, place)
         try:
-            handle = locked(folder, wait=False)
+            if folder:
+                held.enter_context(exclusive_lock(folder, wait=False))
         except BlockingIOError:
             raise ValueError(f"another process is training in {folder}; wait for it, or use another folder") from None
-        except OSError: # a file system without locks
-            pass
-    try:
         yield
-    finally:
-        for place in made:
-            with suppress(OSError): # it is not empty
-                place.rmdir()
-        if handle is not None:
-            os.close(handle)
+
+def remove_if_empty(folder):
+    with suppress(OSError):
+        folder.rmdir()
 
 def train(
     model,        # model(tokens, targets) -> loss or a tuple that ends in it; trained in place
@@ -919,7 +915,7 @@ def train(
                 run.accelerator.wait_for_everyone()
                 record_attempt(run, beside or {})
             model.train()
-            with progress(config.steps, desc, disable=quiet or not main, initial=run.step) as bar:
+            with progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step) as bar:
                 train_loop(run, stop, bar)
             model.train(mode)
         return summary(run)

@@ -32,9 +32,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from . import claims
-from .records import (
-    append_jsonl, atomic_file, check_ranges, check_same_settings, command_line, environment, progress, read_json,
-    read_jsonl, side_by_side, to_plain, without_machine_paths, write_json, write_jsonl)
+from ..records import (
+    append_jsonl, atomic_file, check_ranges, check_same_settings, command_line, environment,
+    progress, read_json, read_jsonl, to_plain, without_machine_paths, write_json, write_jsonl)
+from .run import side_by_side
 from .stats import spread_text, verdict_table
 from .training import TrainingDiverged, WorkerLost, make_accelerator, only_run_in, peers_watched
 from ..models.vision import default_cfgs, timm
@@ -1164,7 +1165,7 @@ def train_vision(
         lines = read_jsonl(metrics)[:run.epoch]
         if main:
             write_jsonl(metrics, lines)
-        with progress((run.config.epochs - run.epoch) * len(run.loader), "training", disable=quiet or not main) as bar:
+        with progress(desc="training", total=(run.config.epochs - run.epoch) * len(run.loader), disable=quiet or not main) as bar:
             while run.epoch < run.config.epochs:
                 lines.append(one_epoch(run, bar))
                 if main:

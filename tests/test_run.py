@@ -1,0 +1,152 @@
+"""The driver of experiments: same record from every engine, and after every accident."""
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import toy
+from longhorn_kit.lab import run as lab_run
+from longhorn_kit.lab.run import Results, run
+from longhorn_kit.records import read_record
+
+TESTS = Path(__file__).parent
+EXPECTED = {"diagonal", "exact", "mamba"}
+QUICK = {"pause": 0.001}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    record = run(toy.EXPERIMENT, folder=tmp_path_factory.mktemp("here"), workers=0, **QUICK)
+    assert record["missing"] == 0 and record["results"].keys() == EXPECTED
+    assert {len(seeds) for seeds in record["results"].values()} == {3}
+    return record["results"]
+
+
+def starts(folder):
+    return [path.read_text() for path in (folder / "jobs").glob("*/starts.txt")]
+
+
+def test_processes_give_the_same_record_and_nothing_is_run_twice(tmp_path, expected):
+    for _ in range(2):
+        record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
+        assert record["results"] == expected and record["missing"] == 0 and record["made"]["device"] == ["cpu"]
+        assert starts(tmp_path) == ["start\n"] * 15
+    assert read_record(tmp_path / "record.json") == record and not (tmp_path / "partial.json").exists()
+
+
+def test_a_job_that_fails_is_tried_again_noted_and_given_up(tmp_path, monkeypatch, capsys, expected):
+    monkeypatch.setenv("TOY_FAILS", "diagonal")
+    record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
+    assert record["missing"] == 3 and record["results"] == expected | {"diagonal": []}
+    assert not (tmp_path / "record.json").exists() and read_record(tmp_path / "partial.json") == record
+    told = capsys.readouterr().err
+    assert told.count("ValueError: the toy is broken") == 9 and "error-2.txt" in told
+    for note in tmp_path.glob("jobs/*/error-*.txt"):
+        note.unlink()
+    monkeypatch.delenv("TOY_FAILS")
+    assert run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)["results"] == expected
+
+
+def test_in_this_process_errors_are_raised(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_FAILS", "mamba")
+    with pytest.raises(ValueError, match="the toy is broken"):
+        run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
+
+
+def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected):
+    first = run(toy.EXPERIMENT, folder=tmp_path, workers=2, minutes=1 / 60, pause=0.1)
+    assert 0 < first["missing"] <= 9
+    second = run(toy.EXPERIMENT, folder=tmp_path, workers=4, pause=0.1)
+    assert second["results"] == expected and second["missing"] == 0
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
+    ({"launcher": "ray"}, "launcher is 'ray'; there are: local, slurm, dask"),
+    ({"launcher": "dask"}, "set DASK_SCHEDULER"),
+])
+def test_what_cannot_be_run_is_one_sentence(tmp_path, monkeypatch, options, says):
+    monkeypatch.delenv("DASK_SCHEDULER", raising=False)
+    with pytest.raises(ValueError, match=says):
+        run(toy.EXPERIMENT, folder=tmp_path, **options)
+
+
+def test_a_missing_cluster_library_names_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ValueError, match=r'submitit is missing: pip install "longhorn-kit\[cluster\]"'):
+        lab_run.cluster_library("submitit")
+
+
+def test_damaged_metrics_are_named(tmp_path):
+    run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
+    path = next(tmp_path.glob("jobs/*/metrics.json"))
+    path.write_text(path.read_text().replace("accuracy", "accurate"))
+    with pytest.raises(ValueError, match=f"{path.parent.name}/metrics.json is damaged"):
+        run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
+
+
+def test_results_are_found_by_settings_whatever_their_order_and_kind(tmp_path):
+    results = Results(tmp_path)
+    assert results.job_folder({"a": 1, "b": (1, 2)}) == results.job_folder({"b": [1, 2], "a": 1})
+    assert results.job_folder({"a": 1}) != results.job_folder({"a": 2})
+
+
+DRIVER = ("import sys, toy; from longhorn_kit.lab.run import run\n"
+          "if __name__ == '__main__': run(toy.EXPERIMENT, folder=sys.argv[1], launcher=sys.argv[2], workers=2, "
+          "options={'cluster': 'local'} if sys.argv[2] == 'slurm' else None, pause=0.1)")
+
+
+def driver(folder, launcher="local", **variables):
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), launcher],
+                            env=os.environ | {"PYTHONPATH": path} | variables, start_new_session=True)
+
+
+def processes_in(folder):
+    "Processes of this machine that name a folder in their command line or work for one that does."
+    import psutil
+    found = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    return list({p.pid: p for parent in found for p in (parent, *parent.children(recursive=True))}.values())
+
+
+def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path):
+    for number in (signal.SIGINT, signal.SIGKILL):
+        process = driver(tmp_path)
+        end = time.monotonic() + 60
+        while len(helpers := processes_in(tmp_path)) < 5 and time.monotonic() < end: # driver, two servers, two jobs
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.wait(60)
+        end = time.monotonic() + 20
+        while any(p.is_running() and p.status() != "zombie" for p in helpers) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert len(helpers) >= 5 and not any(p.is_running() and p.status() != "zombie" for p in helpers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "slurm", "dask"])
+def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected, launcher, request):
+    variables = request.getfixturevalue("dask_cluster")(tmp_path) if launcher == "dask" else {}
+    chance, kills, process = random.Random(launcher), 0, None
+    end = time.monotonic() + 240
+    while time.monotonic() < end and not (tmp_path / "record.json").exists():
+        if process is None or process.poll() is not None:
+            process = driver(tmp_path, launcher, **variables)
+        time.sleep(chance.uniform(0.3, 1.2))
+        victims = [p for p in processes_in(tmp_path) if p.pid != process.pid]
+        if kills < 20 and list(tmp_path.glob("jobs/*/starts.txt")):
+            victim = process if chance.random() < 0.4 or not victims else chance.choice(victims)
+            try:
+                victim.kill()
+                kills += 1
+            except Exception: # it has just ended
+                pass
+    process.wait(60)
+    record = read_record(tmp_path / "record.json")
+    assert record["results"] == expected and kills >= 10
+    assert not any("again" in text for text in starts(tmp_path))

@@ -1,0 +1,49 @@
+"""The hardest agenda of the lab as a toy: every learning rate with the first seed, then the best rate with the other seeds."""
+import os
+import random
+import time
+from dataclasses import dataclass
+
+from longhorn_kit.lab.run import Experiment
+
+
+@dataclass(frozen=True)
+class Config:
+    models: tuple = ("exact", "diagonal", "mamba")
+    lrs: tuple = (0.001, 0.003, 0.01)
+    seeds: tuple = (0, 1, 2)
+    pause: float = 0.05 # seconds per step
+
+
+def tried(config, results, model):
+    settings = [{"model": model, "lr": lr, "seed": config.seeds[0], "pause": config.pause} for lr in config.lrs]
+    done = [results.get(s) for s in settings]
+    return settings, max(done, key=lambda row: row["accuracy"])["settings"] if all(done) else None
+
+
+def jobs(config, results):
+    for model in config.models:
+        settings, best = tried(config, results, model)
+        yield from settings + [best | {"seed": seed} for seed in config.seeds[1:] if best]
+
+
+def run_job(settings, folder):
+    "Five steps with a checkpoint; notes every start, and every start after the end."
+    with open(folder / "starts.txt", "a") as file:
+        file.write("again\n" if (folder / "metrics.json").exists() else "start\n")
+    steps = folder / "steps.txt"
+    for step in range(int(steps.read_text() or 0) if steps.exists() else 0, 5):
+        time.sleep(settings["pause"])
+        if settings["model"] == os.environ.get("TOY_FAILS"):
+            raise ValueError("the toy is broken")
+        steps.write_text(str(step + 1))
+    return {"accuracy": random.Random(f"{settings['model']} {settings['lr']} {settings['seed']}").random()}
+
+
+def summarize(config, results):
+    best = {model: tried(config, results, model)[1] for model in config.models}
+    return {model: [row["accuracy"] for seed in config.seeds if at and (row := results.get(at | {"seed": seed}))]
+            for model, at in best.items()}
+
+
+EXPERIMENT = Experiment("toy", {"laptop": Config()}, jobs, run_job, summarize)
