@@ -495,6 +495,8 @@ def main(args, environment):
 
 def one_row_a_line(record):
     "JSON with a line for each row: small, and readable in a diff."
+    from longhorn_kit.records import digest_of
+    record = record | {"sha256": digest_of(record)}
     lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in record["rows"])
     head = json.dumps({n: v for n, v in record.items() if n != "rows"}, indent=1)
     return f"{head[:-2]},\n \"rows\": [\n{lines}\n ]\n}}\n"

@@ -17,10 +17,10 @@ from statistics import mean
 from types import ModuleType
 
 from .compare import (
-    EXACT_PAIRS, NAMES, about_language, about_length, about_mqar, about_recall, about_vision, compare_language, compare_length, compare_mqar,
-    compare_needles, compare_recall, compare_states, compare_times, compare_tokens, compare_training, compare_vision, no_fast_kernel, tokens_at)
+    EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_vision, compare_language, compare_length, compare_mqar,
+    compare_needles, compare_recall, compare_states, compare_times, compare_tokens, compare_training, compare_vision, no_fast_kernel)
 from .published import (
-    CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, OFFICIAL_PARAMETERS, THREAD, recall_gains)
+    CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, NAMES, OFFICIAL_PARAMETERS, THREAD, recall_gains)
 from .stats import LEVEL, Comparison, Judgement, judge
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-005

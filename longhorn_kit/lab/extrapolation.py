@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import claims
+from . import claims, published
 from .data import prepare
 from .language import (
     LM_PRESETS, LanguageConfig, LMPreset, cache_numbers, new_model, override, run_model)
-from ..records import command_line, environment, read_json, to_plain, write_json
+from ..records import command_line, environment, read_json, to_plain, write_json, write_record
 from .run import one_thread
 from .stats import spread_text, verdict_table
 from ..models import LMConfig, SequenceLM
@@ -519,7 +519,7 @@ def decoding(
     largest: int = 2**18, # attention's longest context, for the memory it takes
 ) -> dict:
     "Milliseconds a token, numbers kept, and tokens really read, after so many tokens of context."
-    found = {"claim": "extrapolation", "what": "decoding", "command": f"decoding({lengths})",
+    found = {"experiment": "extrapolation", "what": "decoding", "command": f"decoding({lengths})",
              "length": list(lengths), "ms": {}, "numbers": {}, "read": {}, "environment": environment()}
     for mixer in mixers:
         model = new_model(LMConfig(256, 64, 2, mixer=mixer), 0).eval()
@@ -623,12 +623,12 @@ def finished_record(
     models = [{name: value for name, value in row.items() if name != "settings"} for row in found]
     seconds = sum(row["seconds"] for row in found)
     results = {"context": config.context, "models": models, "not_run": left} | about
-    record = {"claim": "extrapolation", "scale": scale, "settings": asdict(config), "results": results,
+    record = {"experiment": "extrapolation", "scale": scale, "settings": asdict(config), "results": results,
               "seconds": round(seconds, 1), "environment": environment(), "command": command_line()}
-    return read_json(write_json(Path(folder) / "record.json", record))
+    return read_json(write_record(Path(folder) / "record.json", record))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-060
-NAMES = claims.NAMES
+NAMES = published.NAMES
 
 def growth(
     record: dict,

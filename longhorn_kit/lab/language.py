@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import claims
+from . import claims, published
 from .data import HELD_OUT, Corpus, Sampler, prepare
-from longhorn_kit.records import (
+from ..records import (
     atomic_file, check_same_settings, command_line, environment, read_json, read_jsonl, to_plain,
-    write_json)
+    write_json, write_record)
 from .run import one_thread, side_by_side, without_later
 from .published import CODE, THREAD
 from .stats import spread_text, verdict_table
@@ -643,10 +643,10 @@ def run(
     data = data or config.preset.data
     with one_thread():
         results, seconds = run_all(config, folder, data, workers)
-        record = {"claim": "language", "scale": scale, "settings": asdict(config) | {"data": data},
+        record = {"experiment": "language", "scale": scale, "settings": asdict(config) | {"data": data},
                   "results": results, "seconds": round(seconds, 1),
                   "environment": environment(), "command": command_line()}
-    return read_json(write_json(folder / "record.json", record))
+    return read_json(write_record(folder / "record.json", record))
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-063
 def run_all(
@@ -701,7 +701,7 @@ def results_of(
     }
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-066
-NAMES = claims.NAMES
+NAMES = published.NAMES
 BASELINES = {
     "trigram": "trigram counts", "xz_alone": "xz, alone", "xz_primed": "xz, after the training bytes"}
 

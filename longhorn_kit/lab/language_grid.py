@@ -430,7 +430,7 @@ def record_of(
     failed = [{"mixer": row["settings"]["mixer"], "seed": row["settings"]["seed"], "error": row["error"]}
               for row in read_jsonl(folder / "failed.jsonl")]
     return {
-        "claim": "language", "scale": scale, "settings": to_plain(asdict(grid)),
+        "experiment": "language", "scale": scale, "settings": to_plain(asdict(grid)),
         "results": summary | short_results(runs) | {
             "runs": runs, "not_run": missing, "failed": failed, "load": busy(folder),
             "devices": sorted({run["device"] for run in runs})},

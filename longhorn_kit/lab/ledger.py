@@ -22,6 +22,7 @@ from . import claims
 from .claims import PLATFORM, SCALES, Claim, find_claim, judged
 from .forest import forest
 from .stats import WORDS, Comparison, Judgement, effect, show
+from ..records import read_record
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-088
 @dataclass(frozen=True)
@@ -39,15 +40,10 @@ def load_record(
     path: Path, # a record.json
     name: str,  # the claim it should belong to
 ) -> dict:
-    "Return the record in `path`; raises ValueError in plain words if it is not a record of this claim."
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot be read ({type(error).__name__})") from None
-    if not isinstance(record, dict) or record.get("claim") != name:
-        raise ValueError(f"is not a record of '{name}'")
-    if missing := [key for key in ("scale", "settings", "results", "seconds") if key not in record]:
-        raise ValueError(f"lacks {', '.join(missing)}")
+    "Return the record in `path`; ValueError says why if it is not an undamaged record of this claim."
+    record = read_record(path)
+    if record.get("experiment") != name:
+        raise ValueError(f"{path} is not a record of '{name}'")
     return record
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-089
@@ -94,7 +90,8 @@ def _rows_of_file(
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
         found, about = judge_record(claim, record), claim.about(record) if claim.about else ""
     except ERRORS as error:
-        return wrong("cannot be judged", f"{path.name} {error}") if stem in SCALES else []
+        why = str(error).replace(str(path), shown)
+        return wrong("cannot be judged", why) if stem in SCALES else []
     return [Row(claim, *pair, scale, about, shown, rerun_command(source, scale, record)) for pair in found]
 
 def _rows_of_runs(
@@ -120,12 +117,12 @@ def _rows_of_times(
     if not claim.timed or not path or not path.exists():
         return []
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         command = claim.commands.get("gpu") or record["command"].split(";")[0] # behind it a note on single rows
         gpu = record.get("gpu") or record["environment"]["gpu"]
         return [Row(claim, *pair, "gpu", f"timed on one {gpu}", claim.times, command) for pair in claim.timed(record)]
     except ERRORS as error:
-        why = f"{path.name} cannot be read ({type(error).__name__})"
+        why = str(error).replace(str(path), claim.times)
         return [Row(claim, Comparison(""), Judgement(0, verdict="cannot be judged", why=why), "gpu", "", claim.times)]
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-093

@@ -28,7 +28,7 @@ from statistics import mean, median
 
 import torch
 
-from . import claims
+from . import claims, published
 from .mqar import Run, Task, Training, place_guess, train_run
 from ..records import (
     append_jsonl, command_line, commit_of_kit, environment, progress, read_json, read_jsonl,
@@ -564,7 +564,7 @@ def record_of(
     finished = [best_of_cell(first, grid, results) for first in known]
     devices, made = sorted({row["device"] for row in results.found.values()}), machine_of(folder)
     return {
-        "claim": "mqar", "scale": scale, "settings": to_plain(asdict(grid)),
+        "experiment": "mqar", "scale": scale, "settings": to_plain(asdict(grid)),
         "results": {
             "cells": [cell for cell in finished if cell], "cells_of_grid": len(known),
             "runs": len(results.found), "devices": devices, "load": busy(folder),
@@ -669,7 +669,7 @@ def finished_record(
     return read_json(write_json(folder / ("partial.json" if left else "record.json"), record))
 
 # %% ../../nbs/lab/33_mqar_grid.ipynb #33_mqar_grid-041
-NAMES = claims.NAMES
+NAMES = published.NAMES
 
 def name_of(
     cell: dict,

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import claims
-from ..records import command_line, environment, read_json, to_plain, write_json
+from . import claims, published
+from ..records import command_line, environment, read_json, to_plain, write_json, write_record
 from .run import one_thread, side_by_side
 from .stats import spread_text, verdict_table
 from ..models.baselines import rotate
@@ -445,11 +445,11 @@ def run(
     cells = side_by_side(run_model, jobs, workers, "recall (task, model)")
     with one_thread():
         record = {
-            "claim": "recall", "scale": scale, "settings": asdict(config),
+            "experiment": "recall", "scale": scale, "settings": asdict(config),
             "results": results_of(cells, config),
             "environment": environment(), "command": command_line(),
             "seconds": round(sum(cell["seconds"] for cell in cells) / workers, 1)}
-    return read_json(write_json(folder / "record.json", record))
+    return read_json(write_record(folder / "record.json", record))
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-055
 def results_of(
@@ -481,7 +481,7 @@ def task_results(
     }
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-058
-NAMES = claims.NAMES | {"linear_attention": "linear attention"}
+NAMES = published.NAMES | {"linear_attention": "linear attention"}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-063
 def _panels(

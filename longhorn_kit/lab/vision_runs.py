@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from . import claims
+from . import claims, published
 from ..records import (
     append_jsonl, atomic_file, check_ranges, check_same_settings, command_line, environment,
-    progress, read_json, read_jsonl, to_plain, without_machine_paths, write_json, write_jsonl)
+    progress, read_json, read_jsonl, to_plain, without_machine_paths, write_json, write_record, write_jsonl)
 from .run import side_by_side
 from .stats import spread_text, verdict_table
 from .training import TrainingDiverged, WorkerLost, make_accelerator, only_run_in, peers_watched
@@ -1259,11 +1259,11 @@ def run(
     grid = [(name, seed, config, folder / "cells") for seed in config.seeds for name in config.models]
     cells = side_by_side(digits_cell, grid, workers, "digits (model, seed)")
     record = {
-        "claim": "vision", "scale": scale, "settings": asdict(config),
+        "experiment": "vision", "scale": scale, "settings": asdict(config),
         "results": results_of(cells, config.models) | {"data": "digits", "held_out": len(digits()[1].labels)},
         "environment": environment(), "command": command_line(),
         "seconds": round(sum(cell["seconds"] for cell in cells) / workers, 1)}
-    return read_json(write_json(folder / "record.json", record))
+    return read_json(write_record(folder / "record.json", record))
 
 def measured(
     parts: list[dict], # what every worker wrote
@@ -1302,7 +1302,7 @@ def gpu_record(
     same = {key: value for key, value in cells[0]["settings"].items() if key != "seed"}
     seeds = sorted({cell["seed"] for cell in cells})
     record = {
-        "claim": "vision", "scale": "gpu", "asked": asdict(asked),
+        "experiment": "vision", "scale": "gpu", "asked": asdict(asked),
         "settings": asdict(replace(SETTINGS["gpu"], data="CIFAR-10", seeds=tuple(seeds))) | {"fit": same},
         "results": results_of(cells, there) | {"data": "CIFAR-10", "held_out": 10000} | extras,
         "environment": parts[0]["environment"], "command": parts[0]["command"],
@@ -1310,7 +1310,7 @@ def gpu_record(
     return read_json(write_json(path, record))
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-082
-NAMES = claims.NAMES | {"deit": "DeiT", "deit, plain attention": "DeiT, plain attention"}
+NAMES = published.NAMES | {"deit": "DeiT", "deit, plain attention": "DeiT, plain attention"}
 
 # %% ../../nbs/lab/37_vision_runs.ipynb #37_vision_runs-083
 def _look(name):

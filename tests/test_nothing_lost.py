@@ -1,0 +1,16 @@
+"""The numbers of the ledger are those that stood before the machine of experiments was rebuilt (tests/ledger.json)."""
+import json
+from pathlib import Path
+
+from longhorn_kit.lab.ledger import ledger, ledger_json
+
+BEFORE = json.loads((Path(__file__).parent / "ledger.json").read_text(encoding="utf-8"))
+
+
+def test_every_number_of_the_ledger_is_as_before():
+    now = json.loads(ledger_json(ledger("recorded runs only")))
+    found = {(row["claim"], row["scale"], row["label"]): row for row in now}
+    assert len(BEFORE) == 149
+    for row in BEFORE:
+        here = found[row["claim"], row["scale"], row["label"]]
+        assert {name: here[name] for name in row} == row
