@@ -4,23 +4,26 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'LANGUAGE', 'CLAIMS', 'BIG', 'PAPER_KERNEL', 'Claim', 'judged', 'settled', 'train_all',
-           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'find_claim', 'claim_module', 'runnable']
+           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'all_claims', 'find_claim', 'find_experiment',
+           'runnable']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
 import importlib
 import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
-from types import ModuleType
 
+import longhorn_kit.lab
 from .compare import (
     EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_vision, compare_language, compare_length, compare_mqar,
     compare_needles, compare_recall, compare_states, compare_times, compare_tokens, compare_training, compare_vision, no_fast_kernel)
 from .published import (
     CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, NAMES, OFFICIAL_PARAMETERS, THREAD, recall_gains)
+from .run import Experiment
 from .stats import LEVEL, Comparison, Judgement, judge
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-005
@@ -32,7 +35,7 @@ class Claim:
     published: str  # the number
     source: str     # where the number stands
     rule: str       # what would count as holding
-    module: str | None = None       # has run, figures and tables; None if the kit has no run
+    module: str | None = None       # has an EXPERIMENT; None if the kit has no run
     compare: Callable | None = None # record -> list of `Comparison`
     about: Callable | None = None   # record -> how it was run, in words
     reads: str | None = None        # the claim whose record `compare` reads, if not its own
@@ -326,23 +329,31 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
+def all_claims() -> list[Claim]:
+    "Return the rows of this page, then those of every module `longhorn_kit.lab.claims_NAME`."
+    found = list(CLAIMS)
+    for module in pkgutil.iter_modules(longhorn_kit.lab.__path__):
+        if module.name.startswith("claims_"):
+            found += importlib.import_module(f"longhorn_kit.lab.{module.name}").CLAIMS
+    return found
+
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
     "Return the claim with this name; raises ValueError with the nearest name if it is unknown."
-    for claim in CLAIMS:
-        if claim.name == name:
-            return claim
-    raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
+    known = {claim.name: claim for claim in all_claims()}
+    if name not in known:
+        raise ValueError(f"unknown claim '{name}'{suggest(name, list(known))}")
+    return known[name]
 
-def claim_module(
-    claim: Claim,
-) -> ModuleType | None: # with run, figures, tables and SCALES
-    "Import and return the module that runs a claim; None if the kit has no run."
-    return importlib.import_module(claim.module) if claim.module else None
+def find_experiment(
+    claim: Claim, # that has a module
+) -> Experiment:
+    "Import the experiment of a claim."
+    return importlib.import_module(claim.module).EXPERIMENT
 
 def runnable(
     scale: str, # "laptop", "gpu" or "paper"
 ) -> list[Claim]:
     "Return the claims that have a run at this scale, in the ledger's order."
-    return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
+    return [claim for claim in all_claims() if claim.module and scale in claim.minutes]

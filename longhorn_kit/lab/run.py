@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ERRORS', 'LOSSES', 'LOST', 'LATER', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread', 'Here', 'Lost',
            'LocalJob', 'in_process', 'end_with_driver', 'Processes', 'Slurm', 'Dask', 'cluster_library', 'drive',
-           'collect', 'stop', 'run', 'finish', 'engine_for', 'visible_gpus', 'without_later', 'end_with',
+           'collect', 'stop', 'run', 'finished', 'finish', 'engine_for', 'visible_gpus', 'without_later', 'end_with',
            'side_by_side']
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-003
@@ -306,10 +306,24 @@ def run(
 ) -> dict:
     "Run what is missing of an experiment, write the record and return it."
     config, folder = experiment.config(scale, **overrides), Path(folder or f"runs/{experiment.name}/{scale}")
+    if record := finished(experiment, folder, config):
+        return record
     engine = engine_for(launcher, workers, config, folder, options or {}, experiment.run_job.__module__)
     results, started = Results(folder), time.time()
     left = drive(experiment, config, results, engine, started + 60 * minutes)
     return finish(experiment, scale, config, folder, results, left)
+
+def finished(
+    experiment: Experiment,
+    folder: Path, # of a run
+    config,       # its settings
+) -> dict | None:
+    "Return the record of a finished run with these settings; None without one, or if it is damaged."
+    try:
+        record = read_record(folder / "record.json")
+    except ValueError: # the jobs are summarized again
+        return None
+    return record if (record.get("experiment"), record.get("settings")) == (experiment.name, to_plain(asdict(config))) else None
 
 def finish(experiment, scale, config, folder, results, left):
     "Write the record of a run, or the partial one, and return it."
