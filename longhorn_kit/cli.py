@@ -175,7 +175,8 @@ def run_claim(
         print(f"  {label}: {here}, n = {n}, {verdict}")
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
-        raise RuntimeError(f"{record['missing']} of its jobs are not done; the same command continues")
+        notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
+        raise RuntimeError(f"{record['missing']} of its jobs are not done{''.join(notes)}; the same command continues")
 
 # %% ../nbs/cli.ipynb #cli-027
 def finished_records(

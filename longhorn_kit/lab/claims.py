@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'LANGUAGE', 'CLAIMS', 'BIG', 'PAPER_KERNEL', 'Claim', 'judged', 'settled', 'train_all',
-           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'all_claims', 'find_claim', 'find_experiment',
-           'runnable']
+           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims', 'find_claim',
+           'find_experiment', 'runnable']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
 import importlib
 import math
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from statistics import mean
+from types import ModuleType
 
 import longhorn_kit.lab
 from .compare import (
@@ -329,13 +330,16 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
+@cache
+def claim_modules() -> list[ModuleType]:
+    "Import the other modules of the lab that have claims: those with a line `CLAIMS = [...]`."
+    paths = sorted(Path(longhorn_kit.lab.__path__[0]).glob("*.py"))
+    names = [path.stem for path in paths if path.stem != "claims" and "\nCLAIMS = " in path.read_text(encoding="utf-8")]
+    return [importlib.import_module(f"longhorn_kit.lab.{name}") for name in names]
+
 def all_claims() -> list[Claim]:
-    "Return the rows of this page, then those of every module `longhorn_kit.lab.claims_NAME`."
-    found = list(CLAIMS)
-    for module in pkgutil.iter_modules(longhorn_kit.lab.__path__):
-        if module.name.startswith("claims_"):
-            found += importlib.import_module(f"longhorn_kit.lab.{module.name}").CLAIMS
-    return found
+    "Return the rows of this page, then those of pages that bring their experiment and its claim."
+    return CLAIMS + [claim for module in claim_modules() for claim in module.CLAIMS]
 
 def find_claim(
     name: str, # a claim's short id

@@ -42,7 +42,7 @@ class Experiment:
         return replace(self.presets[scale], **overrides)
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-010
-ERRORS, LOSSES = 3, 20 # a job is given up after so many errors, or so many lost processes
+ERRORS, LOSSES = 2, 20 # a job is given up after so many errors, or so many lost processes
 
 class Results:
     "Metrics of the finished jobs of a run, found by their settings."
