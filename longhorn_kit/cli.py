@@ -28,6 +28,7 @@ import tyro
 from . import __version__
 from .lab.claims import PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest
 from .lab.ledger import Row, cells, judge_record, ledger, ledger_json, ledger_text, load_record
+from .records import standing
 
 # %% ../nbs/cli.ipynb #cli-005
 class UsageError(ValueError):
@@ -262,7 +263,7 @@ def model_folder(
     checkpoint: str | Path, # a model's folder, or the folder of the training run that made it
 ) -> Path:
     "The folder with the weights; FileNotFoundError that says what is missing."
-    folder = Path(checkpoint)
+    folder = standing(checkpoint)
     if not folder.exists():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     for candidate in (folder, folder / "model"):
@@ -407,7 +408,8 @@ class Export:
         if out.exists() and out.resolve() == source.resolve():
             raise UsageError("the folder to write is the checkpoint itself")
         from longhorn_kit.lab.evaluation import export_checkpoint
-        export_checkpoint(source, writable_folder(out), self.tokenizer, self.context)
+        writable_folder(out.absolute().parent)
+        export_checkpoint(source, out, self.tokenizer, self.context)
         print(f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)")
 
 # %% ../nbs/cli.ipynb #cli-044
