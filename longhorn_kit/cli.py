@@ -423,7 +423,7 @@ def known(
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
 
 # %% ../nbs/cli.ipynb #cli-046
-NOT_IN_PRESET = ("preset", "out", "mixer", "data", "text_column", "plan", "gpus", "gpu", "sharding")
+NOT_IN_PRESET = ("preset", "out", "mixer", "data", "text_column", "plan", "gpus", "gpu", "sharding", "network")
 
 def train_from(
     options, # a TrainLM
@@ -441,8 +441,8 @@ def train_from(
         plan_from(options, overrides)
     elif not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
-    elif "gpus" in given or "gpu" in given or "sharding" in given:
-        raise UsageError("--gpus, --gpu and --sharding belong to --plan; several GPUs train with "
+    elif {"gpus", "gpu", "sharding", "network"} & {*given}:
+        raise UsageError("--gpus, --gpu, --sharding and --network belong to --plan; several GPUs train with "
                          "`accelerate launch --num_processes N -m longhorn_kit.cli train-lm ...`")
     else:
         train_lm(options.preset, options.mixer, options.data, options.out, options.text_column, **overrides)
@@ -452,10 +452,10 @@ def plan_from(
     options,         # a TrainLM
     overrides: dict, # fields of the preset that flags have changed
 ):
-    "Print memory, speed and hours of a run."
+    "Print the ranges of memory, speed and hours of a run."
     from longhorn_kit.lab.language import find_preset, override
     from longhorn_kit.lab.planner import plan_text
-    machine = {name: getattr(options, name) for name in ("gpus", "gpu", "sharding")
+    machine = {name: getattr(options, name) for name in ("gpus", "gpu", "sharding", "network")
                if getattr(options, name) is not None}
     preset = override(find_preset(options.preset), **overrides)
     print(plan_text(preset, options.mixer, accumulate=options.accumulate, **machine))
@@ -489,8 +489,9 @@ class TrainLM:
     tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER
     plan: bool = False            # train nothing: print memory, tokens a second and hours
     gpus: int | None = None       # with --plan: how many; by default one
-    gpu: str | None = None        # with --plan: which, as torch names it; by default NVIDIA H200
+    gpu: str | None = None        # with --plan: NVIDIA H200 (default) or NVIDIA H100
     sharding: Literal["ddp", "fsdp"] | None = None # with --plan: of several GPUs; by default ddp
+    network: float | None = None  # with --plan: GB/s per GPU between nodes; by default 40
 
     interrupted = "interrupted; the same command goes on from the last checkpoint"
 
