@@ -459,7 +459,7 @@ def train_from(
     else:
         train_lm(options.preset, options.mixer, data, options.out, options.text_column, **overrides)
 
-MACHINE = ("gpus", "gpu", "sharding")
+MACHINE = ("gpus", "gpu", "sharding", "network")
 
 # %% ../nbs/cli.ipynb #cli-050
 @dataclass
@@ -471,7 +471,8 @@ class TrainLM(Generic[S]):
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
     plan: bool = False       # train nothing: print memory, tokens per second and hours
     gpus: int | None = None  # with --plan: how many; by default one
-    gpu: str | None = None   # with --plan: which, as torch names it; by default NVIDIA H200
+    gpu: str | None = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100
+    network: float | None = None # with --plan: GB/s per GPU between nodes; by default 40
     sharding: Literal["ddp", "fsdp"] | None = None # with --plan: of several GPUs; by default ddp
     settings: Settings = field(default=NoSettings(), kw_only=True)
 

@@ -504,13 +504,14 @@ def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):
 
 def test_plan_prices_a_run_and_trains_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train-lm", "--preset", "slimpajama-1.3b", "--plan", "--gpus", "64", "--steps", "1000"]) == 0
+    words = ["--gpus", "64", "--steps", "1000", "--network", "1.5", "--sharding", "fsdp"]
+    assert cli.main(["train-lm", "--preset", "slimpajama-1.3b", "--plan", *words]) == 0
     out = capsys.readouterr().out
-    assert "on 64 x NVIDIA H200" in out and "1,000 steps" in out and not list(tmp_path.iterdir())
+    assert "on 64 x NVIDIA H200 (fsdp)" in out and "1,000 steps" in out and "given      1.5 GB/s" in out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("flags, code, says", [
-    ([], 2, "--out"), (["--out", "o", "--gpus", "2"], 2, "--plan"), (["--plan", "--gpus", "7"], 1, "7 GPUs"),
+    ([], 2, "--out"), (["--out", "o", "--gpus", "2"], 2, "--plan"), (["--out", "o", "--network", "2"], 2, "--plan"), (["--plan", "--gpus", "7"], 1, "7 GPUs"),
     (["--plan", "--gpus", "0"], 1, "0 GPUs"), (["--plan", "--gpu", "abacus"], 1, "abacus"),
     (["--plan", "--mixer", "mambo"], 2, "did you mean 'mamba'?"),
 ])
