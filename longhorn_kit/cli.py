@@ -514,7 +514,7 @@ class TrainVision:
 
     def __call__(self):
         from longhorn_kit.lab.language import is_main_process
-        from longhorn_kit.lab.vision_runs import VISION_PRESETS, train_vision
+        from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
         known("preset", self.preset, VISION_PRESETS)
         given = {name: value for name, value in vars(self).items() if value is not None}
         found = train_vision(given.pop("preset"), out=given.pop("out"), **given)
