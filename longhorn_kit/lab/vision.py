@@ -190,7 +190,7 @@ def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tupl
     model.train(training)
     return right[0].item() / len(images.labels), sum(right.tolist()) / len(images.labels)
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-027
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-028
 class Exam:
     "Evaluates a model whenever it is called, and measures the training time between the calls."
     def __init__(self, model: nn.Module, test: ImageSet):
@@ -208,7 +208,7 @@ def groups(model: nn.Module, weight_decay: float) -> list[dict]:
     "Return parameters that decay and those that do not: vectors, and what the model names."
     return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=model.no_weight_decay())
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-028
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-029
 def learn(
     model: nn.Module, # trained in place
     train: ImageSet,  # on the model's device
@@ -233,7 +233,7 @@ def learn(
     return {"top1": top1[-1], "top5": top5[-1], "loss": losses[-1].item(), "curve": top1,
             "epochs": [n / per_epoch for n in at], "seconds": sum(exam.seconds), "images_per_second": median(rates)}
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-036
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-037
 def make_step(
     model: nn.Module,
     kind: str,      # "training" or "inference"
@@ -266,7 +266,7 @@ def seconds_of(work: Callable, least: float) -> float:
     timer = Timer("work()", globals={"work": work})
     return timer.timeit(math.ceil(least / timer.timeit(2).mean)).mean
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-037
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-038
 def speed(name: str) -> dict: # mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
     images, found = torch.randn(256, 3, 224, 224, device="cuda"), {}
@@ -304,7 +304,7 @@ def peak(name: str, kind: str, pixels: int) -> tuple:
     except torch.cuda.OutOfMemoryError:
         return None, None
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-039
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-040
 def training(config: Config, name: str, seed: int) -> dict:
     "Return the settings of one model's training run."
     recipe = {key: value for key, value in asdict(config).items() if key not in ("models", "seeds")}
@@ -321,7 +321,7 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
     yield from (training(config, name, seed) for seed, name in product(config.seeds, config.models))
     yield from measurements(config)
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-040
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:
     "Train a model, or measure one."
     s, device = SimpleNamespace(**settings), "cuda" if settings["gpu"] else "cpu"

@@ -150,7 +150,7 @@ class Folder:
     def name(self, i): return self.reader.filename(i, absolute=True)
     def read(self, i): return self.reader[i]
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-016
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-017
 class HubData:
     "A data set of `datasets`, from the hub or from local files, as a reader of images."
     def __init__(self, name, splits):
@@ -181,7 +181,7 @@ class HubData:
         file = io.BytesIO(image["bytes"]) if image["bytes"] else open(image["path"], "rb")
         return file, self.code.get(row[self.label], -1) # held-out labels may be hidden
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-018
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-019
 class Shards:
     "Images in webdataset shards: tar files with KEY.jpg (or png, webp) beside KEY.cls."
     def __init__(self, pattern):
@@ -211,7 +211,7 @@ class Shards:
             file.seek(offset)
             return io.BytesIO(file.read(size)), label
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-019
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-020
 def open_data(
     data: str, # "digits", a folder, "hf:NAME" or "wds:FOLDER"
 ) -> tuple:    # readers of training and held-out images
@@ -239,7 +239,7 @@ def check_classes(data, train, held_out):
                          f"({len(train.classes)} and {len(held_out.classes)}; {', '.join(odd[:3])}, ...)")
     return train, held_out
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-021
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-022
 class Images(torch.utils.data.Dataset):
     "Pairs (image, label) for timm's loaders; the label is -1 for an image that cannot be read."
 
@@ -272,7 +272,7 @@ class Images(torch.utils.data.Dataset):
         "Return the names of the images that could not be read so far."
         return [self.reader.name(i) for i in self.broken.nonzero().flatten().tolist()]
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-022
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-023
 def share_broken(images: Images, accelerator) -> None:
     "Let every process know which images any process could not read."
     found = accelerator.reduce(images.broken.int().to(accelerator.device), "sum")
@@ -291,7 +291,7 @@ def complain(
         print(f"longhorn: warning: and {len(new) - most} more images", file=sys.stderr)
     told.update(new)
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-026
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-027
 def posterize(
     image: Image.Image, # L or RGB
     bits_to_keep: int,  # of 8, per channel
@@ -355,7 +355,7 @@ def validate(
         raise ValueError("none of the held-out images can be read")
     return {"top1": top1 / seen, "top5": top5 / seen, "images": int(seen)}
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-027
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-028
 class VisionRun:
     "A training run: model, data, optimiser, schedule, averages; at epoch 0 or resumed."
 
@@ -393,7 +393,7 @@ class VisionRun:
         self.ema = ModelEmaV3(model, decay=config.ema) if config.ema else None
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-028
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-029
 def seed_epoch(run: VisionRun) -> None:
     "Make an epoch's order and augmentation depend on seed, epoch and process alone."
     seed = (run.config.seed * 10007 + run.epoch) * 1009 + run.accelerator.process_index
@@ -433,7 +433,7 @@ def train_epoch(run: VisionRun, bar) -> dict: # loss, lr, images_per_second
     return {"loss": loss, "lr": run.optimizer.param_groups[0]["lr"],
             "images_per_second": len(losses) * len(images) * accelerator.num_processes / seconds}
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-030
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-031
 def save_run(run: VisionRun) -> None:
     "Write checkpoint.pt, for resuming, and model.safetensors, for using."
     model = run.accelerator.unwrap_model(run.model)
@@ -468,7 +468,7 @@ def resume_run(run: VisionRun) -> None:
     if run.ema:
         run.ema.module.load_state_dict(state["ema"])
 
-# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-031
+# %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-032
 @contextmanager
 def workers_watched(run: VisionRun):
     "Context manager that makes a lost process, one that trains or one that loads images, a WorkerLost."
