@@ -504,7 +504,7 @@ class TrainVision(Generic[S]):
     @staticmethod
     def settings_of(argv: list[str]):
         "Return the settings of the preset that is named."
-        from longhorn_kit.lab.vision_runs import VISION_PRESETS
+        from longhorn_kit.lab.vision_training import VISION_PRESETS
         if not (name := value_of("--preset", argv)):
             return None
         known("preset", name, VISION_PRESETS)
@@ -515,7 +515,7 @@ class TrainVision(Generic[S]):
 
     def __call__(self):
         from longhorn_kit.lab.language import is_main_process
-        from longhorn_kit.lab.vision_runs import VISION_PRESETS, train_vision
+        from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
         found = train_vision(self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config))
         if is_main_process():
             print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "

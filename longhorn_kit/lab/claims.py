@@ -217,7 +217,7 @@ CLAIMS += [
         name="vision", published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", source="Vision Mamba's code",
         statement="In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
         rule="top-1 accuracy at most 0.5 points below that of the same model with Mamba's scan, trained the same way",
-        module="longhorn_kit.lab.vision_runs", compare=compare_vision, about=about_vision,
+        module="longhorn_kit.lab.vision", compare=compare_vision, about=about_vision,
         minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",),
         commands={"paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"}),
 ]

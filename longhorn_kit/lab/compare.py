@@ -276,18 +276,18 @@ def about_length(record):
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-025
 def compare_vision(
-    record: dict, # of `longhorn_kit.lab.vision_runs`
+    record: dict, # of `longhorn_kit.lab.vision`
 ) -> list[Comparison]:
     "Compare top-1 accuracy with Mamba's scan in the same model."
-    top1, rate = record["results"]["top1"], record["settings"]["fit"]["lr"]
+    top1, rate = record["results"]["top1"], record["settings"]["lr"]
     return [Comparison(f"{NAMES[name]} as good as Mamba", tuple(100 * (x - y) for x, y in zip(top1[name], top1["mamba"])),
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 
 def about_vision(record):
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
-    return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, {record['settings']['fit']['epochs']} epochs; "
-            f"learning rate {record['settings']['fit']['lr']:g} only")
+    return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, {record['settings']['epochs']} epochs; "
+            f"learning rate {record['settings']['lr']:g} only")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-027
 SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}

@@ -14,7 +14,17 @@ def renamed(record):
     return {"experiment" if name == "claim" else name: value for name, value in record.items()}
 
 
-CONVERT = {"recall": renamed, "mqar": renamed, "language": renamed, "extrapolation": renamed, "vision": renamed}
+def vision(record):
+    "Lay the recipe flat, always have a place for speeds and memories, and keep what was measured later beside the results."
+    settings, results, gpu = dict(record["settings"]), record["results"], record["scale"] == "gpu"
+    settings |= {"gpu": gpu, "data": "uoft-cs/cifar10" if gpu else "digits"}
+    results = results | {name: results.get(name, {}) for name in ("speeds", "memories")}
+    recipe = {"min_lr_ratio" if name == "lr_final" else name: value for name, value in settings.pop("fit").items() if name != "seed"}
+    later = {"measured_again": results.pop("measured_again")} if "measured_again" in results else {}
+    return renamed(record) | {"settings": settings | recipe, "results": results, **later}
+
+
+CONVERT = {"recall": renamed, "mqar": renamed, "language": renamed, "extrapolation": renamed, "vision": vision}
 
 
 def main(paths):
