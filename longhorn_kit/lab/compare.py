@@ -63,7 +63,7 @@ MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet
 EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
 
 def mqar_cells(
-    record: dict,         # of `longhorn_kit.lab.mqar_grid`
+    record: dict,         # of `longhorn_kit.lab.mqar`
     d_state: int = 16,
 ) -> list[dict]:          # one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
@@ -74,7 +74,7 @@ def mqar_cells(
     return [places[place] for place in sorted(places)]
 
 def both_cells(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
     first: str,
     second: str,
 ) -> list[tuple[dict, dict]]:
@@ -92,7 +92,7 @@ def limited(cell):
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-014
 def compare_mqar(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
     pairs: tuple = MQAR_PAIRS,
 ) -> list[Comparison]:
     "Compare two models by the mean accuracy over the cells that count for both."
@@ -109,7 +109,7 @@ def compare_mqar(
     return found
 
 def about_mqar(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
 ) -> str:
     "Say how a grid was run: seeds won, tied and lost over all its cells, and the states at one width."
     texts = []
@@ -124,7 +124,7 @@ def about_mqar(
             f"{', '.join(f'{lr:g}' for lr in sorted(record['settings']['lrs']))}, chosen on the first judged seed")
 
 def compare_states(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
 ) -> list[Comparison]:
     "Compare a larger state with the usual one, at the one size where both were trained."
     usual, found = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1], []
