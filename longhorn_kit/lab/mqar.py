@@ -180,7 +180,7 @@ def train(
     batches = training_batches(task, settings["batch_size"], settings["seed"], device)
     recipe = {name: settings[name] for name in ("steps", "lr", "warmup", "bf16")}
     return model, *fit(model, batches, question_loss, **recipe, clip=1.0, log_every=CHUNK,
-                       stop=lambda found: found[1] >= STOP_AT or not found[0].isfinite())
+                       watch=lambda found: found[1] >= STOP_AT or not found[0].isfinite())
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-035
 @torch.no_grad()
@@ -322,6 +322,8 @@ class Config:
     test_streams: int = 3000  # in the main test; an eighth in the others
     longest: int = 4096       # tokens of the longest test
     gpu: bool = False         # whether jobs run on a GPU
+
+    per_gpu = 8 # jobs at a time on a GPU; it decides no result
 
     def __post_init__(self):
         rates = (*self.lrs, *self.late_lrs)
