@@ -14,7 +14,13 @@ def renamed(record):
     return {"experiment" if name == "claim" else name: value for name, value in record.items()}
 
 
-CONVERT = {"recall": renamed, "mqar": renamed, "language": renamed, "extrapolation": renamed, "vision": renamed}
+def recall(record):
+    "Name the models of the toy task."
+    record["settings"] = {"tasks": record["settings"].pop("tasks"), "models": list(record["results"]["parameters"])} | record["settings"]
+    return renamed(record)
+
+
+CONVERT = {"recall": recall, "mqar": renamed, "language": renamed, "extrapolation": renamed, "vision": renamed}
 
 
 def main(paths):
