@@ -41,7 +41,13 @@ def mqar(record):
         "seconds": found["run_seconds"], "command": f"longhorn reproduce mqar --scale {scale}"}
 
 
-CONVERT = {"recall": renamed, "mqar": mqar, "language": renamed, "extrapolation": renamed, "vision": vision}
+def recall(record):
+    "Name the models of the toy task."
+    record["settings"] = {"tasks": record["settings"].pop("tasks"), "models": list(record["results"]["parameters"])} | record["settings"]
+    return renamed(record)
+
+
+CONVERT = {"recall": recall, "mqar": mqar, "language": renamed, "extrapolation": renamed, "vision": vision}
 
 
 def main(paths):
