@@ -38,7 +38,7 @@ def compare_recall(
     "Compare the recall of two models, for each task and each pair that the authors order."
     found = []
     for task, results in record["results"]["tasks"].items():
-        for first, second in RECALL_ORDER:
+        for first, second in (pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)):
             a, b = results["recall"][first], results["recall"][second]
             rates = {name: (results["lr"][name], results["grid"][name]) for name in (first, second)}
             found.append(Comparison(
