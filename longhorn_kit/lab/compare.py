@@ -40,7 +40,7 @@ def compare_recall(
     for task, results in record["results"]["tasks"].items():
         for first, second in (pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)):
             a, b = results["recall"][first], results["recall"][second]
-            rates = {name: (results["lr"][name], results["grid"][name]) for name in (first, second)}
+            rates = {name: (results["lr"][name], results["grid"][name] or [results["lr"][name]]) for name in (first, second)}
             found.append(Comparison(
                 f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
                 tuple(100 * (x - y) for x, y in zip(a, b)), doubt=edge(rates),

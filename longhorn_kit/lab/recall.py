@@ -118,7 +118,7 @@ MEMORIES = {
 class RecallConfig:
     "Task, layer and recipe; the same for every model."
     tasks: tuple = ("once", "rewritten") # see `WRITES`
-    models: tuple = tuple(MEMORIES)
+    models: tuple = tuple(MEMORIES) # the layers that are compared
     pairs: int = 16            # P, pairs to remember in training streams
     key_size: int = 8          # K; with K = 1 different keys would coincide
     values: int = 32           # V symbols
