@@ -376,8 +376,7 @@ def evaluate_from(
             record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
     except evaluation.UnknownTask as error:
         raise UsageError(error) from None
-    title, header, rows = evaluation.score_table(record)
-    print(f"{title}\n{evaluation.table_text(header, rows)}", flush=True) # seen even if the file cannot be written
+    print(evaluation.score_table(record), flush=True) # seen even if the file cannot be written
     print(f"results: {write_json(path, record)}")
 
 # %% ../nbs/cli.ipynb #cli-041

@@ -14,6 +14,13 @@ def renamed(record):
     return {"experiment" if name == "claim" else name: value for name, value in record.items()}
 
 
+def recall(record):
+    "Name the models of the toy task, and what made the record."
+    settings, made = record["settings"], {"commit": [record["environment"]["commit"]], "device": ["cpu"]}
+    models = {"tasks": settings["tasks"], "models": list(record["results"]["parameters"])}
+    return renamed(record) | {"settings": models | settings, "missing": 0, "made": made}
+
+
 def vision(record):
     "Lay the recipe flat, always have a place for speeds and memories, and keep what was measured later beside the results."
     settings, results, gpu = dict(record["settings"]), record["results"], record["scale"] == "gpu"
@@ -39,12 +46,6 @@ def mqar(record):
         "made": {"commit": found.get("commits", [record["environment"]["commit"]]),
                  "device": [name.replace("CPU", "cpu") for name in found["devices"]]},
         "seconds": found["run_seconds"], "command": f"longhorn reproduce mqar --scale {scale}"}
-
-
-def recall(record):
-    "Name the models of the toy task."
-    record["settings"] = {"tasks": record["settings"].pop("tasks"), "models": list(record["results"]["parameters"])} | record["settings"]
-    return renamed(record)
 
 
 CONVERT = {"recall": recall, "mqar": mqar, "language": renamed, "extrapolation": renamed, "vision": vision}
