@@ -13,7 +13,7 @@ __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEW
 import hashlib
 import math
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -290,8 +290,8 @@ class Config:
     preset: LMPreset | None = None  # recipe of the models that are trained here; None: `checkpoints` has them
     mixers: tuple[str, ...] = ()    # trained here
     seeds: tuple[int, ...] = ()     # trained here
-    checkpoints: str = "runs/language/gpu" # folder of a run of the language experiment
-    data: str = ""                  # text, as for `open_texts`
+    checkpoints: str = field(default="runs/language/gpu", metadata={"place": True}) # a run of the language experiment
+    data: str = field(default="", metadata={"place": True}) # text, as for `open_texts`
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16) # window lengths, in T
     windows: int = 10               # of the longest kind, one after another in the text
     chunk: int = 1024               # tokens to read at a time
