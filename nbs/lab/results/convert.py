@@ -48,7 +48,25 @@ def mqar(record):
         "seconds": found["run_seconds"], "command": f"longhorn reproduce mqar --scale {scale}"}
 
 
-CONVERT = {"recall": recall, "mqar": mqar, "language": renamed, "extrapolation": renamed, "vision": vision}
+def extrapolation(record):
+    "Write settings as fields of today's preset, the commits of single models under `made`, and commands of today."
+    record = renamed(record)
+    if "results" not in record: # times of decoding
+        return record
+    old, results, environment = record["settings"], record["results"], record["environment"]
+    on_gpu, small = bool(environment["gpu"]), old["preset"] is not None
+    settings = {name: value for name, value in old.items() if name != "precision"} | {"bf16": old.get("precision") == "bf16", "gpu": on_gpu}
+    settings |= {"checkpoints": "", "data": "stdlib"} if small else {
+        "mixers": [], "seeds": [], "checkpoints": "runs/language/gpu", "data": "texts"}
+    commits = {model.pop("commit", environment["commit"]) for model in results["models"]}
+    command = record["command"] if small else (
+        "longhorn reproduce extrapolation --scale gpu --checkpoints runs/language/gpu --data texts"
+        + " --multiples 1 --needles" * (settings["multiples"] == [1]))
+    return record | {"settings": settings, "missing": len(results["not_run"]), "command": command,
+                     "made": {"commit": sorted(commits), "device": [environment["gpu"] or "cpu"]}}
+
+
+CONVERT = {"recall": recall, "mqar": mqar, "language": renamed, "extrapolation": extrapolation, "vision": vision}
 
 
 def main(paths):
