@@ -86,6 +86,7 @@ def test_damaged_metrics_are_named(tmp_path):
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
     path = next(tmp_path.glob("jobs/*/metrics.json"))
     path.write_text(path.read_text().replace("accuracy", "accurate"))
+    (tmp_path / "record.json").unlink()
     with pytest.raises(ValueError, match=f"{path.parent.name}/metrics.json is damaged"):
         run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
 
