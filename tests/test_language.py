@@ -1,9 +1,10 @@
 """Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
 import json, lzma, math, os, re, signal
-from pathlib import Path
 from collections import Counter
 from itertools import product
+from unittest.mock import Mock
 from dataclasses import replace
+from pathlib import Path
 import numpy as np
 import pytest
 import torch
@@ -88,10 +89,10 @@ def test_the_papers_recipe():
         assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.lr_final) == (1024, steps, lr, pytest.approx(lr / 10))
         assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (steps // 20, 0.1, 0.9, 0.95, 1.0)
         assert recipe.accumulate % 4 == 0 and recipe.batch_size % recipe.accumulate == 0 # parts are whole on one GPU and on four
+    assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
     largest = LM_PRESETS["slimpajama-1.3b"].train
     assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
     assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
-    assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
 
 
 @pytest.mark.parametrize("mixer, count", [("attention", 123_587_328), ("gla", 123_822_336 - 8448), ("longhorn", 128_563_968), ("mamba", 129_153_792)])
@@ -121,18 +122,18 @@ def test_differences_say_what_the_code_does():
     assert len(rows) == len(DIFFERENCES) and all(text for row in DIFFERENCES for text in row)
     official = override(LM_PRESETS["owt-120m"], sizes="official")
     counts = [count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")]
-    row = rows["sizes of LLaMA and GLA at 120M"]
-    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts)) and f"lacks {123_822_336 - counts[1]:,}" in row.consequence
+    row, lacks = rows["sizes of LLaMA and GLA at 120M"], f"lacks {123_822_336 - counts[1]:,}"
+    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts)) and lacks in row.consequence
     with torch.device("meta"):
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
     assert "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads) in rows["GLA, RetNet and RWKV-5"].ours
     medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
-    assert rows["recipe at 350M"].ours == (f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.lr_final * 1e5:.0f}e-5 in {medium.steps:,} steps; "
-                                           f"the warm-up of {medium.warmup} steps is a guess")
+    rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.lr_final * 1e5:.0f}e-5"
+    assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
-    flags = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}
-    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= set(vars(cli.TrainLM(preset="owt-120m")))
+    flags, given = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}, cli.TrainLM.settings_of(["--preset", "owt-120m"])
+    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
     assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
 
 
@@ -145,9 +146,8 @@ def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
 
 
 def test_domains_are_measured_apart_and_together(texts):
-    opened = open_texts(texts)
+    opened, written = open_texts(texts), (Path(texts) / "docs.val.txt").read_text()
     tokens, size = opened.domains["docs"]
-    written = (Path(texts) / "docs.val.txt").read_text()
     assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0" and size == len(tokens)
     assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
     found = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
@@ -189,8 +189,8 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
         return prepare(text, fraction=HELD_OUT)
     monkeypatch.setattr(language, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
-    for number, (data, more) in enumerate(((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2}))):
-        train_lm("test", "longhorn", data, tmp_path / str(number), steps=2, **more)
+    for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
+        train_lm("test", "longhorn", data, tmp_path / str(len(shares)), steps=2, **more)
     assert shares == [0.0005, 0.0005, HELD_OUT, 0.2]
 
 
@@ -207,12 +207,10 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
     (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
-    (lambda folder: train_lm("small", "mamba", None, folder), "preset small brings no text; give it with --data"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
     (lambda folder: language.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
-    (lambda folder: language.check_vocabulary(50257, 256), "the tokenizer has 50257 tokens, the model 256"),
 ])
 def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, call, match):
     monkeypatch.delenv("LONGHORN_TEXT", raising=False)
@@ -263,14 +261,11 @@ def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path)
 
 def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(finished, texts, monkeypatch):
     folder, record = finished
-    error, trained = TrainingDiverged("the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere"), []
-    def diverges(preset, mixer, *rest):
-        trained.append((mixer, preset.train.seed))
-        raise error
-    monkeypatch.setattr(language, "fit", diverges)
+    fit = Mock(side_effect=TrainingDiverged("the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere"))
+    monkeypatch.setattr(language, "fit", fit)
     for _ in range(2):
         again = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
-    assert trained == [("gla", 0)] and again["missing"] == 0 and comparable(again)[:3] == comparable(record)
+    assert fit.call_count == 1 and fit.call_args.args[1] == "gla" and again["missing"] == 0 and comparable(again)[:3] == comparable(record)
     assert again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)" and judged("language", again)[0][1].n == 1
 
 
@@ -310,13 +305,11 @@ def by_hand(windows, tokens, size):
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 999), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
-def test_trigrams_are_a_count_by_hand(seed, size, count, length):
-    rng = np.random.default_rng(seed)
+@given(rng=st.builds(np.random.default_rng, st.integers(0, 999)), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
+def test_trigrams_are_a_count_by_hand(rng, size, count, length):
     windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
     assert np.allclose(trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size))
-    for a in range(size):
-        assert sum(trigram(windows, np.array([a, 0, c]), size)[0] for c in range(size)) == pytest.approx(1)
+    assert sum(trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size)) == pytest.approx(1)
 
 
 def test_baselines_are_given_what_training_feeds_the_model():
@@ -325,16 +318,13 @@ def test_baselines_are_given_what_training_feeds_the_model():
     assert found["xz_alone"] == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000 > 8
     assert found["xz_primed"] < 0.2 # only the distance to the first copy is left
     assert found["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
-    class Recorder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), []
+    class Recorder(torch.nn.Linear):
         def forward(self, tokens, targets):
-            self.seen.append(torch.cat([tokens, targets[:, -1:]], 1))
+            seen.append(torch.cat([tokens, targets[:, -1:]], 1))
             return self.weight.sum() ** 2
-    recorder = Recorder()
-    train(recorder, data, None, RECIPE, quiet=True)
-    assert (torch.cat(recorder.seen).numpy() == seen_windows(data, RECIPE)).all()
+    seen = []
+    train(Recorder(1, 1), data, None, RECIPE, quiet=True)
+    assert (torch.cat(seen).numpy() == seen_windows(data, RECIPE)).all()
 
 
 @pytest.mark.parametrize("mixer", ["longhorn_exact", "attention"])

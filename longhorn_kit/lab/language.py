@@ -135,7 +135,7 @@ def check_same_model(folder: Path, notes: dict) -> None: # notes: that a new run
     if not all((folder / name).exists() for name in (*notes, "config.json")): # no run has started here
         return
     ours, text = notes["lm_config.json"], notes["text.json"]
-    if read_json(folder / "text.json") != text:
+    if read_json(folder / "text.json")["sha256"] != text["sha256"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_json(folder / "lm_config.json"), ours, ("mixer", *ours)) # it decides the most
 
@@ -269,7 +269,7 @@ def jobs(config: Language, results: Results):
         preset = model | {"train": recipe | {"seed": seed}}
         yield {"mixer": mixer, "seed": seed, "text": texts.summary(), "preset": preset} | asked
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-034
+# %% ../../nbs/lab/34_language.ipynb #34_language-035
 def run_job(settings: dict, folder: Path) -> dict:
     "Train one model, resuming what the folder holds, and measure it; a run that diverges is a result too."
     s, path = SimpleNamespace(**settings), folder.parent / "note.json"
@@ -293,7 +293,7 @@ def run_job(settings: dict, folder: Path) -> dict:
     shutil.rmtree(place / "checkpoints")
     return about | measured(found, texts) | more
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-035
+# %% ../../nbs/lab/34_language.ipynb #34_language-037
 def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
     "Return what a record keeps of a training: curves and last losses in the unit of the text, and its speed."
     history, size = found["history"], max(1, len(found["history"]) // 50)
@@ -312,7 +312,7 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
         "largest_gradient": round(max(line["grad_norm"] for line in history), 5),
         "train_seconds": round(found["seconds"], 1), "tokens_per_second": round(found["tokens_per_second"])}
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-036
+# %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
     "Return the runs that are done, in the order of the jobs, what they read, and what the baselines came to."
     runs, levels = [], {}
@@ -330,7 +330,7 @@ def summarize(config: Language, results: Results) -> dict:
 
 EXPERIMENT = Experiment("language", PRESETS, jobs, run_job, summarize)
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-064
+# %% ../../nbs/lab/34_language.ipynb #34_language-066
 def seen_windows(
     tokens,              # (M,) training tokens
     config: TrainConfig,
@@ -340,7 +340,7 @@ def seen_windows(
     batches = [sampler.next_batch() for _ in range(config.steps)]
     return torch.cat([torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in batches]).numpy()
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-067
+# %% ../../nbs/lab/34_language.ipynb #34_language-069
 def trigram(
     windows,         # (W,L) bytes to count, windows that are not joined to each other
     tokens,          # (M,) bytes to predict
@@ -358,7 +358,7 @@ def trigram(
         p = np.where(total > 0, seen / np.maximum(total + different, 1), p)
     return p
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-070
+# %% ../../nbs/lab/34_language.ipynb #34_language-072
 def baselines(
     seen: np.ndarray,     # (W,L) training windows, see `seen_windows`
     held_out: np.ndarray, # (M,) held-out bytes
@@ -369,7 +369,7 @@ def baselines(
     return {"trigram": float(-np.log2(trigram(seen, held_out)).mean()), "xz_alone": 8 * size(data[1]) / len(data[1]),
             "xz_primed": 8 * (size(*data) - size(data[0])) / len(data[1])}
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-073
+# %% ../../nbs/lab/34_language.ipynb #34_language-075
 def cache_numbers(cache) -> int: # of one sequence, as `prefill` returns it
     "Count the numbers that a cache holds."
     if isinstance(cache, Tensor):
@@ -380,7 +380,7 @@ def state_numbers(model: SequenceLM) -> int:
     "Count the numbers of state that a model carries from token to token, over all blocks; attention has none."
     return sum(cache.S.numel() for cache in model.empty_cache(1) if hasattr(cache, "S"))
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-074
+# %% ../../nbs/lab/34_language.ipynb #34_language-076
 @torch.no_grad()
 def decode_costs(
     model: SequenceLM,
@@ -403,7 +403,7 @@ def decode_costs(
     return {"length": list(lengths), "ms": [round(median(mine[1:]), 3) for mine in times],
             "numbers": [cache_numbers(cache) for cache in caches]}
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-079
+# %% ../../nbs/lab/34_language.ipynb #34_language-081
 def train_lm(
     preset: str,          # a key of `LM_PRESETS`
     mixer: str,           # a key of `MIXERS`
@@ -428,7 +428,7 @@ def train_lm(
         print(f"saved in {saved}; try: longhorn generate {saved} --prompt 'The '")
     return result
 
-# %% ../../nbs/lab/34_language.ipynb #34_language-081
+# %% ../../nbs/lab/34_language.ipynb #34_language-083
 def check_finite(model, folder: str | Path) -> None: # any module, and where it comes from
     "Raise ValueError if a weight is not finite: such a model scores and writes nonsense without complaint."
     for name, weight in model.named_parameters():
