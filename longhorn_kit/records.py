@@ -26,15 +26,11 @@ except ImportError: # Windows has none
 # %% ../nbs/lab/29_records.ipynb #29_records-006
 HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:6] # this machine, without its name
 
-def beside(
-    path: Path,
-) -> Path:
+def beside(path: Path) -> Path:
     "Return the temporary name that this process uses while it writes a path."
     return path.with_name(f".{path.name}.{HERE}-{os.getpid()}.partial")
 
-def remove_leftovers(
-    path: Path,
-) -> None:
+def remove_leftovers(path: Path) -> None:
     "Remove what killed writers of a path left, and bring back a folder that one of them had moved aside."
     old = path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():
@@ -46,10 +42,8 @@ def remove_leftovers(
             discard(left)
 
 # %% ../nbs/lab/29_records.ipynb #29_records-007
-def runs(
-    process: int, # its number, on this machine
-) -> bool:
-    "Check whether a process is alive; Windows cannot tell, and there the answer is yes."
+def runs(process: int) -> bool:
+    "Check whether a process of this machine is alive; on Windows the answer is yes."
     try:
         return os.name == "nt" or os.kill(process, 0) is None
     except ProcessLookupError:
@@ -57,19 +51,14 @@ def runs(
     except PermissionError:
         return True
 
-def discard(
-    path: Path, # a file or a folder
-) -> None:
+def discard(path: Path) -> None:
     "Remove a path if it is there."
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         path.unlink()
 
 # %% ../nbs/lab/29_records.ipynb #29_records-009
-def exchange(
-    one: Path,
-    other: Path,
-) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     "Swap two paths in one step; False if the system cannot."
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     here, both = -100, 2 # AT_FDCWD, RENAME_EXCHANGE
@@ -93,9 +82,7 @@ def put_in_place(
         raise
     discard(old)
 
-def standing(
-    path: str | Path, # of a folder
-) -> Path:
+def standing(path: str | Path) -> Path:
     "Return where a folder is to be read: under its name, or where a killed writer had moved it."
     old = Path(path).with_name(f".{Path(path).name}.old")
     return old if old.exists() and not Path(path).exists() else Path(path)
@@ -119,9 +106,7 @@ def atomic_path(
     finally:
         discard(partial)
 
-def put_on_disk(
-    path: Path, # file or folder
-) -> None:
+def put_on_disk(path: Path) -> None:
     "Wait until the contents are on the disk."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
@@ -139,10 +124,7 @@ def atomic_file(
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
         yield file
 
-def cannot_write(
-    path: str | Path, # that could not be written
-    error: Exception, # OSError, or what a writer made of one
-) -> OSError:
+def cannot_write(path: str | Path, error: Exception) -> OSError:
     "Return an error of one sentence that names the path and says that what was there is unchanged."
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     problem = OSError(f"cannot write {path}: {reason}; what was there before is unchanged")
@@ -172,10 +154,8 @@ def check_same_settings(
                              "use another folder or delete it")
 
 # %% ../nbs/lab/29_records.ipynb #29_records-019
-def to_plain(
-    value, # anything a result is made of
-):
-    "Return a value as dict, list, str, int, float, bool and None; NaN and infinities become None."
+def to_plain(value):
+    "Return any result as dict, list, str, int, float, bool and None; NaN and infinities become None."
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -191,19 +171,14 @@ def to_plain(
     return without_machine_paths(str(value))
 
 # %% ../nbs/lab/29_records.ipynb #29_records-021
-def without_machine_paths(
-    text: str, # may hold absolute paths
-) -> str:
+def without_machine_paths(text: str) -> str:
     "Write the working folder as `.` and the home folder as `~`."
     for folder, short in ((os.getcwd(), "."), (os.path.expanduser("~"), "~")):
         if len(folder) > 1:
             text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text)
     return text
 
-def write_json(
-    path: str | Path,
-    value, # see `to_plain`
-) -> Path:
+def write_json(path: str | Path, value) -> Path:
     "Write a value as JSON, whole or not at all, and return the path."
     text = json.dumps(to_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     with atomic_file(path) as file:
@@ -213,19 +188,14 @@ def write_json(
 # %% ../nbs/lab/29_records.ipynb #29_records-022
 class JsonObject(dict):
     "An object of a file; ValueError that names the file for a missing key."
-    def __init__(self,
-        found=(),            # keys and values
-        place="a JSON file", # what to call the file
-    ):
+    def __init__(self, found=(), place="a JSON file"):
         super().__init__(found)
         self.place = str(place)
 
     def __missing__(self, key):
         raise ValueError(f"key {key!r} is missing in {self.place}")
 
-def read_json(
-    path: str | Path,
-):
+def read_json(path: str | Path):
     "Return the value in a JSON file, made of `JsonObject`s; ValueError names a file that is not JSON."
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path))
@@ -243,9 +213,7 @@ def atomic_folder(
         yield partial
         write_json(partial / "manifest.json", {"files": contents(partial)})
 
-def contents(
-    folder: Path,
-) -> dict: # name -> bytes and sha256
+def contents(folder: Path) -> dict: # name -> bytes and sha256
     "Measure every file of a folder but its manifest."
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -274,9 +242,7 @@ def check_folder(
 # %% ../nbs/lab/29_records.ipynb #29_records-028
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]") # all but tab and newline
 
-def readable(
-    value, # plain
-):
+def readable(value):
     "Replace the control characters in all texts of a value, except tab and newline."
     if isinstance(value, dict):
         kind = partial(JsonObject, place=value.place) if isinstance(value, JsonObject) else dict
@@ -285,25 +251,18 @@ def readable(
         return [readable(item) for item in value]
     return CONTROL.sub("\ufffd", value) if isinstance(value, str) else value
 
-def digest_of(
-    record: dict, # plain
-) -> str:
+def digest_of(record: dict) -> str:
     "Return the SHA-256 of a record's contents."
     known = {name: value for name, value in record.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(known, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 # %% ../nbs/lab/29_records.ipynb #29_records-029
-def write_record(
-    path: str | Path,
-    record: dict,
-) -> Path:
+def write_record(path: str | Path, record: dict) -> Path:
     "Write a record with its SHA-256, and return the path."
     record = to_plain(record)
     return write_json(path, record | {"sha256": digest_of(record)})
 
-def read_record(
-    path: str | Path,
-) -> dict:
+def read_record(path: str | Path) -> dict:
     "Return a record; ValueError names the file and the remedy if it is not as it was written."
     remedy = "restore the file, or delete it and run its command again"
     try:
@@ -317,9 +276,7 @@ def read_record(
     return readable(record)
 
 # %% ../nbs/lab/29_records.ipynb #29_records-032
-def json_line(
-    value, # one object
-) -> str:
+def json_line(value) -> str:
     "Return the object as one line of strict JSON, with its newline."
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -344,9 +301,7 @@ def append_jsonl(
         raise cannot_write(path, error) from error
 
 # %% ../nbs/lab/29_records.ipynb #29_records-034
-def read_jsonl(
-    path: str | Path,
-) -> list:
+def read_jsonl(path: str | Path) -> list:
     "Return the objects in a file of JSON lines, without a torn last line; [] if the file is missing."
     if not Path(path).exists():
         return []
@@ -361,10 +316,7 @@ def read_jsonl(
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
     return values
 
-def write_jsonl(
-    path: str | Path,
-    values, # one object per line
-) -> None:
+def write_jsonl(path: str | Path, values) -> None:
     "Write a whole file of JSON lines, or leave what is there."
     with atomic_file(path) as file:
         file.writelines(map(json_line, values))
@@ -393,10 +345,7 @@ def exclusive_lock(
 # %% ../nbs/lab/29_records.ipynb #29_records-038
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK} # from a file system without locks
 
-def locked(
-    folder: Path, # that exists
-    wait: bool,   # for another process that holds it; False: BlockingIOError
-) -> int | None:
+def locked(folder: Path, wait: bool) -> int | None:
     "Return a handle that holds the folder's lock; None, after a warning, on a file system without locks."
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -446,9 +395,7 @@ def cpu_name() -> str:
         pass
     return platform.processor() or platform.machine()
 
-def version_of(
-    package: str, # distribution name, such as "triton"
-) -> str | None:
+def version_of(package: str) -> str | None:
     "Return the installed version of a package without importing it."
     try:
         return metadata.version(package)
@@ -461,14 +408,11 @@ def environment() -> dict:
     import torch # here: the ledger is read without it
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "kit": longhorn_kit.__version__, "commit": commit_of_kit(),
-        "python": platform.python_version(), "torch": torch.__version__,
-        "triton": version_of("triton"), "accelerate": version_of("accelerate"),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "gpu": gpu, "gpus": torch.cuda.device_count() if gpu else 0,
-        "cuda": torch.version.cuda if gpu else None,
-    }
+        "kit": longhorn_kit.__version__, "commit": commit_of_kit(), "python": platform.python_version(),
+        "torch": torch.__version__, "triton": version_of("triton"), "accelerate": version_of("accelerate"),
+        "platform": f"{platform.system()} {platform.machine()}", "cpu": cpu_name(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "gpu": gpu, "gpus": torch.cuda.device_count() if gpu else 0,
+        "cuda": torch.version.cuda if gpu else None}
 
 # %% ../nbs/lab/29_records.ipynb #29_records-046
 def command_line() -> str:

@@ -13,7 +13,7 @@ import fakes
 import pytest
 
 from longhorn_kit import __version__, cli
-from longhorn_kit.lab import claims
+from longhorn_kit.lab import claims, use
 from longhorn_kit.lab.run import Here
 from longhorn_kit.records import read_record
 
@@ -368,14 +368,14 @@ def test_unreadable_checkpoints(model, tmp_path, capsys):
 def test_streamed_text_never_holds_half_a_character(text):
     from longhorn_kit.lab.data import get_tokenizer
     pieces = []
-    cli.stream_text(text.encode(), get_tokenizer("bytes"), pieces.append)
+    use.stream_text(text.encode(), get_tokenizer("bytes"), pieces.append)
     assert "".join(pieces) == text and all("\ufffd" not in piece for piece in pieces)
 
 
 def test_streamed_text_passes_over_bytes_that_are_no_text():
     from longhorn_kit.lab.data import get_tokenizer
     pieces = []
-    cli.stream_text(b"a\xff\xfeb\xe2\x86", get_tokenizer("bytes"), pieces.append)
+    use.stream_text(b"a\xff\xfeb\xe2\x86", get_tokenizer("bytes"), pieces.append)
     assert "".join(pieces).replace("\ufffd", "") == "ab"
 
 

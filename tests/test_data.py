@@ -396,9 +396,12 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
         get_tokenizer(f"gpt2:{tmp_path}")
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / name).write_bytes((gpt2_folder / name).read_bytes())
-    (tmp_path / "encoder.json").write_text('{"a": 0}')
-    with pytest.raises(ValueError, match="do not fit together"):
-        get_tokenizer(f"gpt2:{tmp_path}")
+    for damage in ('{"a": 0}', "[]", "{"):
+        (tmp_path / "encoder.json").write_text(damage)
+        with pytest.raises(ValueError, match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again"):
+            get_tokenizer(f"gpt2:{tmp_path}")
+    (tmp_path / "encoder.json").write_bytes((gpt2_folder / "encoder.json").read_bytes())
+    assert get_tokenizer(f"gpt2:{tmp_path}").encode("the").tolist() == get_tokenizer(f"gpt2:{gpt2_folder}").encode("the").tolist()
     import tiktoken
 
     def offline(name):

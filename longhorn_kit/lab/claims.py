@@ -203,7 +203,7 @@ CLAIMS += [
         name="mqar", published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2", source="public summary of the paper",
         statement="On multi-query associative recall Longhorn reaches higher accuracy than other state-space models of the same size.",
         rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer",
-        module="longhorn_kit.lab.mqar_grid", compare=compare_mqar, about=about_mqar,
+        module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
         minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",)),
     Claim(
         name="exact-mqar", source="this kit", published="–",
@@ -217,7 +217,7 @@ CLAIMS += [
         name="vision", published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", source="Vision Mamba's code",
         statement="In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
         rule="top-1 accuracy at most 0.5 points below that of the same model with Mamba's scan, trained the same way",
-        module="longhorn_kit.lab.vision_runs", compare=compare_vision, about=about_vision,
+        module="longhorn_kit.lab.vision", compare=compare_vision, about=about_vision,
         minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",),
         commands={"paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"}),
 ]

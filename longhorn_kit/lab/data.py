@@ -459,13 +459,15 @@ def gpt2_from_folder(
         if not file.is_file():
             raise FileNotFoundError(f"tokenizer gpt2:{folder}: {file} is missing")
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files))
+        hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] # tiktoken keeps copies by name
+        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files), *hashes)
         if max(ranks.values()) >= BPETokenizer.end:
             raise ValueError(f"token {max(ranks.values())} is beyond GPT-2's vocabulary")
         return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 50256})
-    except (AssertionError, ValueError, KeyError) as error:
-        raise ValueError(f"tokenizer gpt2:{folder}: its files do not fit together ({error})") from None
+    except (AssertionError, AttributeError, ValueError, KeyError) as error:
+        raise ValueError(f"{files[0]} and encoder.json beside it do not fit together ({type(error).__name__}: {error}); "
+                         "copy both again from where they come from") from None
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-043
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"

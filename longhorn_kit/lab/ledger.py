@@ -4,25 +4,26 @@
 
 # %% auto #0
 __all__ = ['ERRORS', 'HEADER', 'FRONT', 'Row', 'load_record', 'judge_record', 'rerun_command', 'results_folder', 'cells',
-           'reason', 'by_claim', 'ledger_text', 'ledger_summary', 'ledger_json', 'ledger_markdown', 'ledger_html',
-           'front', 'Ledger', 'ledger', 'section']
+           'reason', 'by_claim', 'ledger_text', 'ledger_summary', 'ledger_json', 'ledger_markdown', 'templates',
+           'ledger_html', 'section', 'Ledger', 'ledger', 'front']
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-087
 import json
-import math
-import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from html import escape
-from itertools import zip_longest
+from functools import cache
+from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
+
+from tabulate import tabulate
 
 import longhorn_kit
 from . import claims
 from .claims import PLATFORM, SCALES, Claim, find_claim, judged
 from .forest import forest
 from .stats import WORDS, Comparison, Judgement, effect, show
-from ..records import read_record
+from ..records import read_record, to_plain
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-088
 @dataclass(frozen=True)
@@ -36,10 +37,7 @@ class Row:
     file: str = ""    # where the record lies
     command: str = "" # what runs it again, or for the first time
 
-def load_record(
-    path: Path, # a record.json
-    name: str,  # the claim it should belong to
-) -> dict:
+def load_record(path: Path, name: str) -> dict: # name: of the claim that it should belong to
     "Return the record in `path`; ValueError says why if it is not an undamaged record of this claim."
     record = read_record(path)
     if record.get("experiment") != name:
@@ -49,27 +47,23 @@ def load_record(
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-089
 ERRORS = (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, ValueError, OSError)
 
-def judge_record(
-    claim: Claim,
-    record: dict, # of `claim`, or of the claim it reads
-) -> list[tuple[Comparison, Judgement]]:
+def judge_record(claim: Claim, record: dict) -> list[tuple[Comparison, Judgement]]: # of the claim, or of the one it reads
     "Return what a record says about a claim; raises ValueError if it lacks what the comparison needs."
     try:
         return judged(claim.name, record)
     except ERRORS as error:
-        raise ValueError(f"lacks what the comparison of '{claim.name}' needs ({type(error).__name__}: {error})") from None
+        raise ValueError(f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})") from None
 
 def rerun_command(
     name: str,   # the claim that the record belongs to
     scale: str,
     record: dict | None = None, # of that run
 ) -> str:
-    "Return a shell command that repeats a run."
+    "Return a shell command that repeats a run: that of the record if it ran this claim alone or a variant of it."
     claim, command = find_claim(name), (record or {}).get("command", "")
     if command.startswith("python -c run("):
-        call = command.removeprefix("python -c ")
-        return f"python -c 'from dataclasses import replace; from {claim.module} import *; {call}'"
-    own = "(" in scale or "run(" in command # a variant, or a call with other settings
+        return f"python -c 'from dataclasses import replace; from {claim.module} import *; {command[10:]}'"
+    own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-091
@@ -80,25 +74,20 @@ def _rows_of_file(
     shown: str, # the path to print
 ) -> list[Row]:
     "Return the rows of one record file; none if there is no trace of a run, or if a further file is something else."
-    source, folder, command = claim.reads or claim.name, path.parent, rerun_command(claim.reads or claim.name, stem)
-    wrong = lambda verdict, why: [Row(claim, Comparison(""), Judgement(0, verdict=verdict, why=why), stem, "", shown, command)]
+    source, folder = claim.reads or claim.name, path.parent
+    wrong = lambda **why: [Row(claim, Comparison(""), Judgement(0, **why), stem, "", shown, rerun_command(source, stem))]
     if not path.exists():
         started = path.name == "record.json" and not claim.reads and folder.is_dir() and any(folder.iterdir())
-        return wrong("not run", "started, no record yet") if started else []
+        return wrong(why="started, no record yet") if started else []
     try:
         record = load_record(path, source)
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
         found, about = judge_record(claim, record), claim.about(record) if claim.about else ""
     except ERRORS as error:
-        why = str(error).replace(str(path), shown)
-        return wrong("cannot be judged", why) if stem in SCALES else []
+        return wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown)) if stem in SCALES else []
     return [Row(claim, *pair, scale, about, shown, rerun_command(source, scale, record)) for pair in found]
 
-def _rows_of_runs(
-    claim: Claim,
-    runs: Path,
-    results: Path | None,
-) -> list[Row]:
+def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     source = claim.reads or claim.name
     files = [(runs / source / scale / "record.json", scale, f"{runs.name}/{source}/{scale}/record.json") for scale in SCALES]
@@ -108,12 +97,9 @@ def _rows_of_runs(
     return [row for file in files for row in _rows_of_file(claim, *file)]
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-092
-def _rows_of_times(
-    claim: Claim,
-    results: Path | None, # nbs/lab/results of a checkout
-) -> list[Row]:
+def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results of a checkout
     "Return the rows judged by recorded times; none if there are none."
-    path = results.resolve().parents[2] / claim.times if results and len(results.resolve().parents) > 2 else None
+    path = results and results.resolve().parent.parent.parent / claim.times
     if not claim.timed or not path or not path.exists():
         return []
     try:
@@ -122,15 +108,11 @@ def _rows_of_times(
         gpu = record.get("gpu") or record["environment"]["gpu"]
         return [Row(claim, *pair, "gpu", f"timed on one {gpu}", claim.times, command) for pair in claim.timed(record)]
     except ERRORS as error:
-        why = str(error).replace(str(path), claim.times)
-        return [Row(claim, Comparison(""), Judgement(0, verdict="cannot be judged", why=why), "gpu", "", claim.times)]
+        found = Judgement(0, verdict="cannot be judged", why=str(error).replace(str(path), claim.times))
+        return [Row(claim, judgement=found, scale="gpu", file=claim.times)]
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-093
-def _rows_of_claim(
-    claim: Claim,
-    runs: Path,
-    results: Path | None,
-) -> list[Row]:
+def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return every row of one claim; one \"not run\" if there is nothing else to say."
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
@@ -139,16 +121,15 @@ def _rows_of_claim(
     for scale in SCALES:
         if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
-            rows.append(Row(claim, Comparison(""), Judgement(0, why=_cost(claim, scale)), scale, "", "", command))
+            rows.append(Row(claim, judgement=Judgement(0, why=_cost(claim, scale)), scale=scale, command=command))
     why = "not run here; what was recorded is in the repository" if claim.timed or claim.reads else "no run of it yet"
     return rows or [Row(claim, judgement=Judgement(0, why=why))]
 
 def _cost(claim, scale):
     "Say how long a run is expected to take."
-    if scale not in claim.minutes:
-        return "the full recipe"
-    minutes = claim.minutes[scale]
-    return f"about {f'{minutes / 60:.0f} h' if minutes >= 120 else f'{minutes:g} min'} on {PLATFORM[scale]}"
+    minutes = claim.minutes.get(scale, 0)
+    time = f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
+    return f"about {time} on {PLATFORM[scale]}" if minutes else "the full recipe"
 
 def results_folder() -> Path | None:
     "Return where recorded runs lie in a checkout; None if the kit is installed without its notebooks."
@@ -164,87 +145,103 @@ def cells(
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
     paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
     n = str(found.n or "–") if row.comparison.differences else "–"
-    here = effect(row.comparison, found) or "–"
-    return label, paper, here, n, str(found)
+    return label, paper, effect(row.comparison, found) or "–", n, str(found)
 
-def reason(
-    row: Row,
-) -> str:
+def reason(row: Row) -> str:
     "Return why a row has no verdict, in brackets; empty if there is nothing to add."
     return f" ({row.judgement.why})" if row.judgement.why else ""
 
-def by_claim(
-    rows: list[Row],
-) -> list[tuple[Claim, list[Row]]]:
-    "Group rows by claim, in order."
-    found = {}
-    for row in rows:
-        found.setdefault(row.claim.name, (row.claim, []))[1].append(row)
-    return list(found.values())
+def by_claim(rows: list[Row]) -> list[tuple[Claim, list[Row]]]:
+    "Group rows by claim; those of one claim follow each other."
+    groups = [list(part) for _, part in groupby(rows, key=lambda row: row.claim.name)]
+    return [(group[0].claim, group) for group in groups]
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-096
-def _columns(texts, widths):
-    "Wrap every text inside its own width, as lines of one table row."
-    wrapped = [textwrap.wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, widths)]
-    lines = zip_longest(*wrapped, fillvalue="")
-    return ["  " + " ".join(f"{part:{width}}" for part, width in zip(line, widths)).rstrip() for line in lines]
+def _aligned(texts: tuple, widths: tuple) -> list[str]:
+    "Wrap every text inside its column, as lines of one table row."
+    ruler = ["x" * width for width in widths] # so that columns are as wide in every row
+    lines = tabulate([ruler, texts], tablefmt="plain", maxcolwidths=widths, disable_numparse=True)
+    return ["  " + line for line in lines.splitlines()[1:]]
 
 def ledger_text(
     rows: list[Row],
     width: int = 80, # characters per line
 ) -> str:
     "Write the ledger for a terminal: the claim, then a table line per comparison."
-    free, lines = max(width, 72) - 2, []
-    widths = (free - 52, 6, 27, 1, 14)
+    width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
+    say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
+    lines = _aligned(("COMPARISON", "PAPER", "HERE [95 %]", "n", "VERDICT"), widths)
     for claim, found in by_claim(rows):
-        lines += ["", *textwrap.wrap(f"{claim.name}: {claim.statement}", free + 2),
-                  *textwrap.wrap(f"{claim.published} ({claim.source})", free, initial_indent="  ", subsequent_indent="  ")]
-        for row, after in zip(found, [*found[1:], None]):
-            lines += _columns(cells(row), widths)
-            last = after is None or (after.file, after.command) != (row.file, row.command)
-            for text in (f"({row.judgement.why})" * bool(row.judgement.why), row.file * last, row.command * last):
-                lines += textwrap.wrap(text, free, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    head = _columns(("COMPARISON", "PAPER", "HERE [95 %]", "n", "VERDICT"), widths)
-    return "\n".join([*head, *lines, "", *textwrap.wrap(ledger_summary(rows), free + 2)])
+        lines += ["", *say(f"{claim.name}: {claim.statement}"), *say(f"{claim.published} ({claim.source})", 2)]
+        for (file, command), part in groupby(found, key=lambda row: (row.file, row.command)):
+            for row in part:
+                lines += _aligned(cells(row), widths) + say(reason(row).strip(), 6)
+            lines += say(file, 6) + say(command, 6)
+    return "\n".join([*lines, "", *say(ledger_summary(rows))])
 
-def ledger_summary(
-    rows: list[Row],
-) -> str:
+def ledger_summary(rows: list[Row]) -> str:
     "Count the claims, and the comparisons of each verdict."
     counts = Counter(row.judgement.verdict for row in rows)
-    return f"{len(by_claim(rows))} claims, {len(rows)} rows: " + ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word])
+    found = ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word])
+    return f"{len(by_claim(rows))} claims, {len(rows)} rows: {found}"
 
-def ledger_json(
-    rows: list[Row],
-) -> str:
+def ledger_json(rows: list[Row]) -> str:
     "Write every row with all that is known about it, as a JSON list."
-    found = [dict(claim=row.claim.name, statement=row.claim.statement, paper=row.claim.published, source=row.claim.source, rule=row.claim.rule,
-                  **asdict(row.comparison), **asdict(row.judgement), scale=row.scale, about=row.about, file=row.file, command=row.command)
-             for row in rows]
-    return json.dumps([{name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-                       for row in found], indent=1, ensure_ascii=False)
+    found = [{"claim": row.claim.name, "statement": row.claim.statement, "paper": row.claim.published,
+              "source": row.claim.source, "rule": row.claim.rule, **asdict(row.comparison), **asdict(row.judgement),
+              **{name: getattr(row, name) for name in ("scale", "about", "file", "command")}} for row in rows]
+    return json.dumps(to_plain(found), indent=1, ensure_ascii=False)
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-097
 HEADER = ("comparison", "paper", "here, with 95 % interval", "n", "verdict")
 
-def ledger_markdown(
-    rows: list[Row],
-) -> str:
+def ledger_markdown(rows: list[Row]) -> str:
     "Write rows as a Markdown table."
     safe = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    lines = [HEADER, ("---",) * 5, *((*map(safe, cells(row)[:4]), safe(f"{row.judgement}{reason(row)}")) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = [[*map(safe, cells(row)[:4]), safe(f"{row.judgement}{reason(row)}")] for row in rows]
+    return tabulate(table, HEADER, "github", disable_numparse=True)
 
-def ledger_html(
-    rows: list[Row],
-) -> str:
+@cache
+def templates():
+    "Return the templates of the package; they escape every text that they show."
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    found = Environment(loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab"), autoescape=True,
+                        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    found.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "forest": forest, "zip": zip}
+    return found
+
+def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table; every verdict carries a class named after it."
-    line = lambda tag, texts: "<tr>" + "".join(f'<{tag} style="text-align:left;vertical-align:top">{text}</{tag}>' for text in texts) + "</tr>"
-    body = []
-    for row in rows:
-        *texts, verdict = map(escape, cells(row))
-        body.append(line("td", (*texts, f'<span class="verdict {row.judgement.verdict.replace(" ", "-")}">{verdict}</span>{escape(reason(row))}')))
-    return f'<table class="ledger">{line("th", HEADER)}{"".join(body)}</table>'
+    return str(templates().get_template("ledger.html.j2").module.table(rows))
+
+def section(
+    name: str,       # of a claim
+    rows: list[Row], # the ledger
+    plot: bool = True,
+) -> str:
+    "Write the section of one claim as HTML: statement, figure, table, how it was run, commands."
+    found = [row for row in rows if row.claim.name == name]
+    shown = templates().get_template("ledger.html.j2").module
+    return str(shown.section(find_claim(name), found, found if plot else []))
+
+# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-100
+class Ledger(list):
+    "Rows of the ledger that show themselves: text in a terminal, sections in a notebook."
+    def __str__(self): return ledger_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        parts = [section(claim.name, found, plot=False) for claim, found in by_claim(self)]
+        return "".join(parts) + f"<p>{ledger_summary(self)}</p>"
+
+def ledger(
+    runs: str | Path = "runs",         # folder of fresh runs
+    results: str | Path | None = None, # folder of recorded runs; None: those of the checkout
+) -> Ledger:
+    "Return every claim with everything found about it: fresh runs, recorded ones, published numbers."
+    results = Path(results) if results else results_folder()
+    return Ledger(row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results))
 
 FRONT = ( # rows of the front page: claim, scale, which of its comparisons, words
     ("exact-cost", "gpu", 0, "“No fast exact kernel”: against our diagonal"),
@@ -263,41 +260,6 @@ FRONT = ( # rows of the front page: claim, scale, which of its comparisons, word
 def front() -> list[Row]:
     "Return the rows of the front page, from the recorded runs."
     rows = ledger("recorded runs only")
-    found = [(*[row for row in rows if (row.claim.name, row.scale) == (name, scale)][which:which + 1], words) for name, scale, which, words in FRONT]
-    return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in found]
-
-class Ledger(list):
-    "Rows of the ledger that show themselves: text in a terminal, tables in a notebook."
-
-    def __str__(self):
-        return ledger_text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        parts = [f"<p><b>{escape(claim.name)}</b> {escape(claim.statement)}</p>{ledger_html(found)}" for claim, found in by_claim(self)]
-        return "".join(parts) + f"<p>{escape(ledger_summary(self))}</p>"
-
-def ledger(
-    runs: str | Path = "runs",         # folder of fresh runs
-    results: str | Path | None = None, # folder of recorded runs; None: those of the checkout
-) -> Ledger:
-    "Return every claim with everything found about it: fresh runs, recorded ones, published numbers."
-    results = Path(results) if results else results_folder()
-    return Ledger(row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results))
-
-# %% ../../nbs/lab/39_ledger.ipynb #39_ledger-100
-def section(
-    name: str,         # of a claim
-    rows: list[Row],   # the ledger
-) -> str:
-    "Write the section of one claim as HTML: statement, figure, table, how it was run, commands."
-    claim, found = find_claim(name), [row for row in rows if row.claim.name == name]
-    say = lambda title, text: f"<p><b>{title}</b> {escape(text)}</p>" if text else ""
-    drawn = [row for row in found if row.comparison.differences and row.judgement.n]
-    runs = dict.fromkeys((row.scale, row.about, row.file, row.command) for row in found)
-    told = "".join(
-        f"<li><b>{escape(scale or 'no run')}</b> {escape(about)}{' · record ' if file else ''}{f'<code>{escape(file)}</code>' if file else ''}"
-        f"{f'<br><code>{escape(command)}</code>' if command else ''}</li>" for scale, about, file, command in runs)
-    return (say("Claim.", claim.statement) + say("Published.", f"{claim.published} ({claim.source})") + say("Holds if:", claim.rule)
-            + (forest(drawn, claim.statement) if drawn else "") + ledger_html(found) + f"<p><b>How it was run</b></p><ul>{told}</ul>")
+    found = lambda name, scale, which: [row for row in rows if (row.claim.name, row.scale) == (name, scale)][which]
+    named = lambda row, words: replace(row, scale="", comparison=replace(row.comparison, label=words))
+    return [named(found(*where), words) for *where, words in FRONT]

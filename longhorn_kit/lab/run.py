@@ -298,7 +298,7 @@ def run(
     scale: str = "laptop",
     folder: str | Path | None = None, # of the run; None: runs/NAME/SCALE
     launcher: str = "local",     # "local", "slurm" or "dask"
-    workers: int | None = None,  # jobs at a time; 0: in this process; None: one per GPU or core
+    workers: int | None = None,  # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
     minutes: float = math.inf,   # when to stop, done or not
     options: dict | None = None, # of submitit
     **overrides,                 # fields of the preset to change
@@ -326,7 +326,8 @@ def finished(
 
 def finish(experiment, scale, config, folder, results, left):
     "Write the record of a run, or the partial one, and return it."
-    done = [row for settings in experiment.jobs(config, results) if (row := results.get(settings))]
+    known = {results.job_folder(settings): settings for settings in experiment.jobs(config, results)}
+    done = [row for settings in known.values() if (row := results.get(settings))]
     made = {name: sorted({row["made"][name] or "unknown" for row in done}) for name in ("commit", "device")}
     record = to_plain({
         "experiment": experiment.name, "scale": scale, "settings": asdict(config),
@@ -350,7 +351,8 @@ def engine_for(launcher, workers, config, folder, options, module):
     gpus = visible_gpus() if on_gpu else []
     if on_gpu and not gpus:
         raise ValueError("this scale needs a GPU, and this machine has none; scale laptop does not")
-    workers = (len(gpus) or os.cpu_count()) if workers is None else workers
+    if workers is None:
+        workers = len(gpus) * getattr(config, "per_gpu", 1) or os.cpu_count()
     return Processes(workers, gpus, module) if workers else Here()
 
 def visible_gpus() -> list[str]:
