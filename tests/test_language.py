@@ -1,94 +1,59 @@
-import json, lzma, math, re
-from pathlib import Path
+"""Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
+import json, lzma, math, os, re, signal
 from collections import Counter
+from itertools import product
+from unittest.mock import Mock
 from dataclasses import replace
+from pathlib import Path
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
-from longhorn_kit.lab import evaluation, language
+from longhorn_kit.lab import evaluation, language, presets, training
 from longhorn_kit.lab.claims import judged
 from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
-    DIFFERENCES, LM_PRESETS, LanguageConfig, LMPreset, TrigramModel, cache_numbers, caches_at, decode_times, figures,
-    find_preset, model_config, override, run, samples, seen_windows, stretches, tables, train_lm, trained_tokenizer, write_text, xz_bits,
-)
-from longhorn_kit.lab.training import TrainConfig, train
-from longhorn_kit.records import read_json, without_later, write_json
+    EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, held_out_losses, in_order, jobs, new_model, open_texts,
+    recipe_of, scale_of, seen_windows, stretches, train_lm, trained_tokenizer, trigram, write_text)
+from longhorn_kit.lab.presets import DIFFERENCES, LM_PRESETS, LMPreset, find_preset, model_config, override
+from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.training import TrainConfig, TrainingDiverged, train
+from longhorn_kit.records import read_json, read_record
 from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 
 RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
 TINY = LMPreset("a test", d_model=16, n_layer=2, train=RECIPE, held_out=160)
-GRID = LanguageConfig(TINY, mixers=("longhorn_exact", "longhorn", "mamba", "attention"), lengths=(8, 24), sample=12, rounds=2)
+TOY = scale_of(replace(TINY, held_out=None, train=replace(RECIPE, batch_size=4, loss_chunk=32)), tokens=1024, evaluations=4,
+               runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)))
+SMALL = scale_of(TINY, runs=in_order((), (), LAPTOP), baselines=True, sample=12, lengths=(8, 24))
+RECORDS, END = Path(__file__).parent.parent / "nbs/lab/results/language", "\n<|endoftext|>\n"
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    "A text file of its own, and a cache beside it."
-    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
-    return str(path)
+def rehearse(config, folder, workers=0, **changes):
+    return run(replace(EXPERIMENT, presets={"laptop": config}), folder=folder, workers=workers, **changes)
 
 
-def by_hand(windows, tokens, size):
-    "Witten-Bell back-off with dictionaries, one position after another."
-    counts = [Counter(), Counter(), Counter()]
-    for window in windows:
-        for order in range(3):
-            counts[order].update(tuple(window[i:i + order + 1]) for i in range(len(window) - order))
-    def probability(context, byte):
-        shorter = probability(context[1:], byte) if context else 1 / size
-        following = {c: n for c in range(size) if (n := counts[len(context)][(*context, c)])}
-        total = sum(following.values())
-        return (following.get(byte, 0) + len(following) * shorter) / (total + len(following)) if total else shorter
-    return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
+def comparable(record):
+    drop = ("seconds", "tokens_per_second", "wall_seconds", "engine")
+    return [{name: value for name, value in row.items() if name not in drop} for row in record["results"]["runs"]]
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 999), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
-def test_trigram_model_is_a_count_by_hand(seed, size, count, length):
-    rng = np.random.default_rng(seed)
-    windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
-    model = TrigramModel(windows, size)
-    expected = by_hand(windows.tolist(), tokens.tolist(), size)
-    assert np.allclose(model.probabilities(tokens), expected)
-    assert model.bits(tokens) == pytest.approx(-np.log2(expected).mean())
-    for a in range(size):
-        assert sum(model.probabilities(np.array([a, 0, c]))[0] for c in range(size)) == pytest.approx(1)
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    "A folder with two domains."
+    folder = tmp_path_factory.mktemp("texts")
+    for (name, word), (part, lines) in product((("prose", "and then"), ("docs", "returns")), (("train", 400), ("val", 8))):
+        (folder / f"{name}.{part}.txt").write_text(END.join(f"{word} {i * i % 89} {word}\n" for i in range(lines)))
+    return str(folder)
 
 
-def test_xz_alone_and_after_the_same_bytes():
-    data = bytes(np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8))
-    assert xz_bits(data) == 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / 4000 > 8
-    assert xz_bits(data, training=data) < 0.2 # only the distance to the first copy is left
-
-
-@settings(max_examples=20, deadline=None)
-@given(length=st.integers(64, 500), total=st.integers(0, 600))
-def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
-    tokens = np.arange(length)
-    found = stretches(tokens, total)
-    if total >= length:
-        assert (found == tokens).all()
-    else:
-        assert len(found) == total and (total == 0 or found[0] == 0) and (total < 2 or found[-1] == length - 1)
-        assert (np.diff(found) > 0).all() and (np.diff(found) != 1).sum() < 16
-
-
-def test_seen_windows_are_what_training_feeds_the_model():
-    class Recorder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), []
-        def forward(self, tokens, targets):
-            self.seen.append(torch.cat([tokens, targets[:, -1:]], 1))
-            return self.weight.sum() ** 2
-    recorder, tokens = Recorder(), np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
-    train(recorder, tokens, None, RECIPE, quiet=True)
-    assert (torch.cat(recorder.seen).numpy() == seen_windows(tokens, RECIPE)).all()
+@pytest.fixture(scope="module")
+def finished(texts, tmp_path_factory):
+    "The folder of a run in two processes, and its record."
+    folder = tmp_path_factory.mktemp("run")
+    return folder, rehearse(TOY, folder, 2, data=texts)
 
 
 def count_by_two(config, known={}):
@@ -105,227 +70,266 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(preset, monke
     chosen = LM_PRESETS[preset]
     vocab = 256 if chosen.tokenizer == "bytes" else 50257
     whole = count_parameters(model_config(chosen, "longhorn", vocab))
-    monkeypatch.setattr(lm, "count_parameters", count_by_two) # the search counts a model dozens of times
-    monkeypatch.setattr(language, "count_parameters", count_by_two)
+    for module in (lm, presets): # the search counts a model dozens of times
+        monkeypatch.setattr(module, "count_parameters", count_by_two)
     assert len(MIXERS) == 15
     for mixer in MIXERS:
-        config = model_config(chosen, mixer, vocab)
+        config, scan = model_config(chosen, mixer, vocab), mixer.startswith(("longhorn", "mamba"))
         assert config.mixer == mixer and abs(count_parameters(config) / whole - 1) <= 0.01
-        scan = mixer.startswith(("longhorn", "mamba"))
         assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
         assert config.vocab_size == (256 if vocab == 256 else 50304) and (scan or config.d_mlp > chosen.d_model)
         assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
 
 
 def test_the_papers_recipe():
-    for name, millions, steps, lr in (("owt-120m", 128.56, 5000, 6e-4), ("owt-350m", 369.97, 14000, 3e-4)):
-        preset = LM_PRESETS[name]
-        assert round(count_parameters(model_config(preset, "longhorn", 50257)) / 1e6, 2) == millions
-        recipe = preset.train
-        assert recipe.batch_size * recipe.context == 491_520 and recipe.context == 1024 and recipe.steps == steps
-        assert (recipe.lr, recipe.lr * recipe.lr_final, recipe.warmup) == (lr, pytest.approx(lr / 10), steps // 20)
-        assert (recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (0.1, 0.9, 0.95, 1.0)
+    millions = lambda name, mixer: round(count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2)
+    for name, sizes, steps, lr in (("owt-120m", (128.56, 129.15), 5000, 6e-4), ("owt-350m", (369.97, 371.54), 14000, 3e-4)):
+        recipe = LM_PRESETS[name].train
+        assert (millions(name, "longhorn"), millions(name, "mamba")) == sizes and recipe.batch_size * recipe.context == 491_520
+        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.lr_final) == (1024, steps, lr, pytest.approx(lr / 10))
+        assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (steps // 20, 0.1, 0.9, 0.95, 1.0)
         assert recipe.accumulate % 4 == 0 and recipe.batch_size % recipe.accumulate == 0 # parts are whole on one GPU and on four
-    assert round(count_parameters(model_config(LM_PRESETS["owt-120m"], "mamba", 50257)) / 1e6, 2) == 129.15
-    assert round(count_parameters(model_config(LM_PRESETS["owt-350m"], "mamba", 50257)) / 1e6, 2) == 371.54
-    largest = LM_PRESETS["slimpajama-1.3b"].train
-    assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
-    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
     assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
+    largest = LM_PRESETS["slimpajama-1.3b"].train
+    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
+    assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("mixer, count", [("attention", 123_587_328), ("gla", 123_822_336 - 8448), ("longhorn", 128_563_968), ("mamba", 129_153_792)])
 def test_the_authors_sizes(mixer, count):
-    theirs = override(LM_PRESETS["owt-120m"], sizes="official")
-    config = model_config(theirs, mixer, 50257)
+    config = model_config(override(LM_PRESETS["owt-120m"], sizes="official"), mixer, 50257)
     assert count_parameters(config) == count
     assert config.n_layer == (12 if config.d_mlp else 24) and config.mixer_options == ({"n_heads": 12} if config.d_mlp else {})
-    assert 0.037 < 128_563_968 / count - 1 < 0.041 if config.d_mlp else True
-    assert config.d_mlp == 0 or config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
+    if config.d_mlp:
+        assert 0.037 < 128_563_968 / count - 1 < 0.041 and config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
     assert model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp == 2752
 
 
-def test_sizes_that_are_unknown_are_refused():
-    with pytest.raises(ValueError, match="the authors' size of retnet is not available to us; there are: attention, gla"):
-        model_config(override(TINY, sizes="official"), "retnet", 256)
-    with pytest.raises(ValueError, match="sizes is 'large'; it must be 'matched' or 'official'"):
-        override(TINY, sizes="large")
-
-
-def test_longhorn_and_mamba_train_without_dropout():
+def test_dropout_warmup_and_seed_of_a_preset():
     small = override(LM_PRESETS["shakespeare"], d_model=32, n_layer=2)
     dropout = {mixer: model_config(small, mixer, 256).dropout for mixer in MIXERS}
-    assert {mixer for mixer, share in dropout.items() if share == 0} == {mixer for mixer in MIXERS if mixer.startswith(("longhorn", "mamba"))}
-    assert dropout["attention"] == 0.2 and set(dropout.values()) == {0, 0.2}
-    model = language.new_model(model_config(small, "attention", 256), 0)
-    assert model.blocks[0].dropout == 0.2
+    assert all(share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2) for mixer, share in dropout.items())
+    assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
+    assert override(small, steps=50).train.warmup == 5 and override(small, steps=50, warmup=20).train.warmup == 20
+    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(small.train.lr_final * small.train.lr, 1e-4)
+    config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
+    one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
 
 
 def test_differences_say_what_the_code_does():
     rows = {row.what: row for row in DIFFERENCES}
-    assert len(rows) == len(DIFFERENCES) and all(isinstance(text, str) and text for row in DIFFERENCES for text in row)
+    assert len(rows) == len(DIFFERENCES) and all(text for row in DIFFERENCES for text in row)
     official = override(LM_PRESETS["owt-120m"], sizes="official")
     counts = [count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")]
-    assert rows["sizes of LLaMA and GLA at 120M"].ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
-    assert "lacks 8,448" in rows["sizes of LLaMA and GLA at 120M"].consequence and 123_822_336 - counts[1] == 8448
+    row, lacks = rows["sizes of LLaMA and GLA at 120M"], f"lacks {123_822_336 - counts[1]:,}"
+    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts)) and lacks in row.consequence
     with torch.device("meta"):
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
     assert "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads) in rows["GLA, RetNet and RWKV-5"].ours
     medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
-    assert (medium.lr, medium.steps, medium.warmup) == (3e-4, 14000, 700)
-    assert rows["recipe at 350M"].ours == "3e-4 to 3e-5 in 14,000 steps; the warm-up of 700 steps is a guess"
-    assert (large.n_layer, large.d_model, large.train.beta2, large.train.warmup) == (48, 2048, 0.95, 477)
-    assert all(word in rows["recipe at 1.3B"].ours for word in ("48 blocks", "2048", "0.95", "477"))
-    flags = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}
-    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= set(vars(cli.TrainLM(preset="owt-120m")))
+    rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.lr_final * 1e5:.0f}e-5"
+    assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
+    numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
+    assert numbers in rows["recipe at 1.3B"].ours
+    flags, given = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}, cli.TrainLM.settings_of(["--preset", "owt-120m"])
+    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
     assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
 
 
-def test_results_and_runs_older_than_a_setting_still_count(tmp_path, text, monkeypatch):
-    run("laptop", tmp_path, GRID, text, workers=1)
-    for path in (*tmp_path.glob("*/result.json"), tmp_path / "decode.json"): # as before `decay` and `sizes`
-        record = read_json(path)
-        write_json(path, record | {"settings": without_later(record["settings"])})
-        assert '"decay"' in json.dumps(record["settings"]) and '"decay"' not in path.read_text()
-    with monkeypatch.context() as patched:
-        for name in ("train", "decode_times"):
-            patched.setattr(language, name, lambda *args, **options: pytest.fail("a finished result was computed again"))
-        run("laptop", tmp_path, GRID, text, workers=1)
-    with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
-        run("laptop", tmp_path, replace(GRID, preset=override(GRID.preset, decay="official")), text, workers=1)
+@settings(max_examples=20, deadline=None)
+@given(length=st.integers(64, 500), total=st.integers(0, 600))
+def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
+    found = stretches(np.arange(length), total)
+    assert len(found) == min(length, total) and (total == 0 or found[0] == 0) and (total < 2 or found[-1] == length - 1)
+    assert (np.diff(found) > 0).all() and (np.diff(found) != 1).sum() < 16
 
 
-def test_run_cut_short_goes_on_with_what_is_finished(tmp_path, text, monkeypatch):
-    wrote, inner = [], language.write_text
-    def interrupted(*args, **options):
-        if len(wrote) == 2:
-            raise KeyboardInterrupt
-        wrote.append(1)
-        return inner(*args, **options)
-    monkeypatch.setattr(language, "write_text", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run("laptop", tmp_path / "a", GRID, text, workers=1)
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").glob("*/result.json")}
-    assert len(kept) == 2 and not (tmp_path / "a" / "record.json").exists()
-    monkeypatch.setattr(language, "write_text", inner)
-    resumed, fresh = run("laptop", tmp_path / "a", GRID, text, workers=1), run("laptop", tmp_path / "b", GRID, text, workers=2)
-    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
-    for key in ("bits_per_byte", "train", "held_out", "samples", "parameters", "trigram", "xz_alone", "xz_primed"):
-        assert resumed["results"][key] == fresh["results"][key], key
-    monkeypatch.setattr(language, "train", lambda *args, **options: pytest.fail("a finished model was trained again"))
-    again = run("laptop", tmp_path / "a", GRID, text, workers=1)
-    assert again["results"] == resumed["results"] and again["seconds"] == pytest.approx(resumed["seconds"], abs=2)
+def test_domains_are_measured_apart_and_together(texts):
+    opened, written = open_texts(texts), (Path(texts) / "docs.val.txt").read_text()
+    tokens, size = opened.domains["docs"]
+    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0" and size == len(tokens)
+    assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
+    found = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
+    weights, parts = zip(*((len(part) - 1, found[f"held_out/{name}"]) for name, (part, _) in opened.domains.items()))
+    assert found["val_loss"] == pytest.approx(np.average(parts, weights=weights)) and set(opened.domains) == {"docs", "prose"}
+    assert list(open_texts(str(Path(texts) / "docs.train.txt")).domains) == ["held out"]
 
 
-def test_record_can_be_drawn_and_judged(tmp_path, text):
-    record = run("laptop", tmp_path / "a", replace(GRID, seeds=(0, 1)), text, workers=1)
-    assert {"claim", "scale", "settings", "results", "environment", "seconds", "command"} <= set(record)
-    assert all(len(bits) == 2 for bits in record["results"]["bits_per_byte"].values())
-    assert (tmp_path / "a" / "record.json").stat().st_size < 60_000
-    assert all(caption for _, caption in figures(record)) and all(text.startswith("    def ") for _, text in samples(record))
-    for title, header, rows in tables(record):
-        assert rows and all(len(row) == len(header) for row in rows)
-    assert [(found.n, found.verdict) for _, found in judged("language", record)][:2] == [(2, "cannot be judged")] * 2 # one learning rate
-
-
-def test_caches_at_several_lengths_are_those_of_reading_at_once():
-    for mixer in ("longhorn_exact", "attention"):
-        model = language.new_model(model_config(TINY, mixer, 256), 0).eval()
-        tokens = torch.randint(256, (1, 30))
-        short, long = caches_at(model, tokens, [8, 30])
-        with torch.no_grad():
-            whole = model.prefill(tokens)[1]
-            assert torch.allclose(model.step(tokens[:, 0], long)[0], model.step(tokens[:, 0], whole)[0], atol=1e-5)
-        assert (cache_numbers(long) > cache_numbers(short)) == (mixer == "attention")
-        times, sizes = decode_times({mixer: model}, tokens, [8, 30], rounds=1, steps=1)
-        assert all(ms > 0 for ms in times[mixer]) and sizes[mixer] == [cache_numbers(short), cache_numbers(long)]
-
-
-def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text, capsys, monkeypatch):
+def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, texts, capsys, monkeypatch):
     monkeypatch.setitem(LM_PRESETS, "test", TINY)
-    result = train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5)
-    assert f"{result['bits_per_byte']:.3f} bits a byte" in capsys.readouterr().out and result["steps"] == 3
-    folder = tmp_path / "run" / "model"
+    def again(mixer="longhorn", name="docs", steps=3, **changes):
+        return train_lm("test", mixer, f"{texts}/{name}.train.txt", tmp_path / "run", steps=steps, seed=5, **changes)
+    with pytest.raises(ValueError, match="a context of 1000000 needs at least 1000001"):
+        again("mamba", context=10**6) # a start that failed does not claim the folder
+    result, folder = again(), tmp_path / "run" / "model"
+    assert f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out and result["steps"] == 3
     model = SequenceLM.from_pretrained(folder)
-    assert trained_tokenizer(folder, model.config.vocab_size) == "bytes"
+    assert trained_tokenizer(folder, model.config.vocab_size) == "bytes" and again()["resumed_from"] == 3
     assert write_text(model, ByteTokenizer(), "1 times", 5, seed=1) == write_text(model, ByteTokenizer(), "1 times", 5, seed=1)
-    assert train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5)["resumed_from"] == 3
-    with pytest.raises(ValueError, match="holds a run with mixer=longhorn; this one has mixer=longhorn_exact"):
-        train_lm("test", "longhorn_exact", text, tmp_path / "run", steps=3, seed=5)
-    with pytest.raises(ValueError, match="holds a run with d_model=16; this one has d_model=8"):
-        train_lm("test", "longhorn", text, tmp_path / "run", steps=3, seed=5, d_model=8)
+    for changes, differs in (({"mixer": "longhorn_exact"}, "with mixer=longhorn; this one has mixer=longhorn_exact"),
+                             ({"d_model": 8}, "with d_model=16; this one has d_model=8"), ({"name": "prose"}, "on another text")):
+        with pytest.raises(ValueError, match=f"holds a run {differs}"):
+            again(**changes)
     assert LMConfig.from_dict(read_json(tmp_path / "run" / "lm_config.json")).mixer == "longhorn" # the planner reads it
-    other = tmp_path / "other.txt"
-    other.write_text(Path(text).read_text().swapcase())
-    with pytest.raises(ValueError, match="holds a run on another text"):
-        train_lm("test", "longhorn", str(other), tmp_path / "run", steps=3, seed=5)
 
 
 @pytest.mark.parametrize("place", [".", "{}", "~"])
 def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    language.save_lm(language.new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
+    language.save_lm(new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
     assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
 
 
-def test_a_start_that_failed_does_not_claim_the_folder(tmp_path, text, monkeypatch):
-    monkeypatch.setitem(LM_PRESETS, "test", TINY)
-    with pytest.raises(ValueError):
-        train_lm("test", "longhorn", text, tmp_path, steps=3, context=10**6)
-    assert train_lm("test", "mamba", text, tmp_path, steps=3)["steps"] == 3
-
-
-def test_a_presets_share_is_for_its_own_text(tmp_path, text, monkeypatch):
-    shares, prepare = [], language.prepare
+def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
+    shares, prepare, text = [], language.prepare, f"{texts}/docs.train.txt"
     def noted(source, *args, fraction, **options):
         shares.append(fraction)
-        return prepare(text, *args, fraction=HELD_OUT)
+        return prepare(text, fraction=HELD_OUT)
     monkeypatch.setattr(language, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
-    for number, (data, more) in enumerate(((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2}))):
-        train_lm("test", "longhorn", data, tmp_path / str(number), steps=2, **more)
+    for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
+        train_lm("test", "longhorn", data, tmp_path / str(len(shares)), steps=2, **more)
     assert shares == [0.0005, 0.0005, HELD_OUT, 0.2]
 
 
-def test_seed_decides_the_weights_and_leaves_torchs_state_alone():
-    config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
-    one, same, other = (language.new_model(config, seed).embedding.weight for seed in (0, 0, 1))
-    assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
-
-
-def test_files_that_are_no_text_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
-    for name, data, says in (("empty.txt", b"", "is empty"), ("binary.txt", b"a\0b" * 99, "contains NUL bytes")):
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match=f"{name}.* {says}") as caught:
-            train_lm("laptop", "longhorn", str(tmp_path / name), tmp_path / "run")
-        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
-    (tmp_path / "short.txt").write_text("short text, hardly a line\n" * 100)
-    with pytest.raises(ValueError, match="a context of 4096 needs at least 4097"):
-        train_lm("laptop", "longhorn", str(tmp_path / "short.txt"), tmp_path / "run", context=4096, steps=2)
-
-
 @pytest.mark.parametrize("call, match", [
-    (lambda folder: run("moon", folder), "unknown scale 'moon' for language; there are: laptop"),
+    (lambda folder: run(EXPERIMENT, "moon", folder), "language has no scale 'moon'; it has: laptop, gpu, paper"),
+    (lambda folder: rehearse(TOY, folder, data=""), "name the text with --data"),
+    (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
+    (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
+    (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),
+    (lambda folder: replace(SMALL, tokenizer="gpt2"), "baselines are for bytes; the tokenizer is gpt2"),
+    (lambda folder: override(TINY, sizes="large"), "sizes is 'large'; it must be 'matched' or 'official'"),
+    (lambda folder: model_config(override(TINY, sizes="official"), "retnet", 256), "the authors' size of retnet is not available to us; there are: attention, gla"),
     (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
     (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
-    (lambda folder: train_lm("small", "mamba", None, folder), "preset small brings no text; give it with --data"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
     (lambda folder: language.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
-    (lambda folder: language.check_vocabulary(50257, 256), "the tokenizer has 50257 tokens, the model 256"),
 ])
-def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, call, match):
-    with pytest.raises(ValueError, match=match) as caught:
+def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, call, match):
+    monkeypatch.delenv("LONGHORN_TEXT", raising=False)
+    with pytest.raises((ValueError, OSError), match=match) as caught:
         call(tmp_path)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
-def test_shorter_run_warms_up_for_a_shorter_time():
-    preset = find_preset("shakespeare")
-    assert override(preset, steps=50).train.warmup == 5 and override(preset, steps=50, warmup=20).train.warmup == 20
-    assert override(preset, seed=3).train.warmup == preset.train.warmup and math.isclose(preset.train.lr_final * preset.train.lr, 1e-4)
+def test_the_first_runs_of_a_scale_are_a_comparison():
+    pairs = in_order()
+    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN) and {mixer for mixer, _ in pairs} == set(MIXERS) and len(pairs) == 26
+    seeds = {mixer: sorted(seed for name, seed in pairs if name == mixer) for mixer in MIXERS}
+    assert all(seeds[mixer] == list(range(n)) for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS)) for mixer in mixers)
+    for config in (PRESETS["gpu"], PRESETS["paper"]): # the steps follow from the tokens
+        long, short = recipe_of(config), recipe_of(replace(config, tokens=config.tokens // 2))
+        assert abs(short.steps - long.steps / 2) <= 1 and short.warmup == short.steps // 8 and long.lr == short.lr
+    assert recipe_of(PRESETS["laptop"]) == LM_PRESETS["laptop"].train
+
+
+def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch):
+    results, copy = Results(tmp_path), tmp_path / "copy"
+    folders = lambda **changes: {results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)}
+    same, recipe = folders(), lambda **changes: {"train": replace(TOY.train, **changes)}
+    assert len(same) == 3 and same == folders(**recipe(accumulate=2, loss_chunk=8, log_every=2, compile=True))
+    copy.mkdir()
+    for path in Path(texts).iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setenv("LONGHORN_TEXT", str(copy))
+    assert same == folders(data="") and str(copy) in (tmp_path / "jobs/note.json").read_text()
+    (copy / "docs.train.txt").write_text("another text\n" * 99)
+    open_texts.cache_clear()
+    for changes in ({"data": ""}, {"sizes": "official"}, {"tokens": 512}, {"sample": 1}, recipe(decay="official"), recipe(lr=1e-3)):
+        assert not same & folders(**changes), changes
+
+
+def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path):
+    folder, record = finished
+    assert record["missing"] == 0 and [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
+    assert comparable(record) == comparable(rehearse(TOY, tmp_path, data=texts))
+    for asked, row in zip(jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True):
+        curve, place = row["held_out"], Results(folder).job_folder(asked)
+        assert curve["tokens"][-1] == row["tokens"] == 1024 and len(curve["all"]) == 4 and row["loss"]["all"] == curve["all"][-1]
+        assert SequenceLM.from_pretrained(place / "model").num_parameters() == row["parameters"] and row["state_numbers"] == 64 * row["model"]["d_model"]
+        assert trained_tokenizer(place / "model", 256) == "bytes" and not (place / "training" / "checkpoints").exists()
+    first, second = (row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn")
+    assert first != second and (folder / "record.json").stat().st_size < 60_000
+
+
+def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(finished, texts, monkeypatch):
+    folder, record = finished
+    fit = Mock(side_effect=TrainingDiverged("the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere"))
+    monkeypatch.setattr(language, "fit", fit)
+    for _ in range(2):
+        again = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
+    assert fit.call_count == 1 and fit.call_args.args[1] == "gla" and again["missing"] == 0 and comparable(again)[:3] == comparable(record)
+    assert again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)" and judged("language", again)[0][1].n == 1
+
+
+def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(finished, texts, tmp_path, monkeypatch):
+    one, step = {"data": texts, "runs": TOY.runs[:1]}, training.train_step
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 6"):
+        patched.setattr(training, "train_step", lambda run: (run.step == 5 and os.kill(os.getpid(), signal.SIGTERM), step(run)))
+        rehearse(TOY, tmp_path, **one)
+    assert comparable(rehearse(TOY, tmp_path, **one)) == comparable(finished[1])[:1]
+    (config,) = tmp_path.glob("jobs/*/training/config.json")
+    assert [attempt["from_step"] for attempt in read_json(config)["attempts"]] == [0, 6]
+
+
+@pytest.mark.parametrize("name", ["laptop", "seeds", "gpu", "gpu_160m"])
+def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name, texts, tmp_path):
+    recorded = read_record(RECORDS / f"{name}.json")
+    config = SMALL if recorded["settings"]["baselines"] else replace(SMALL, baselines=False, sample=0, lengths=())
+    record = rehearse(config, tmp_path, data=f"{texts}/docs.train.txt")
+    found, then = record["results"], recorded["results"]
+    for here, there in ((record["settings"], recorded["settings"]), (record["settings"]["train"], recorded["settings"]["train"]),
+                        (found, then), (found["baselines"], then["baselines"]), (found["runs"][0]["decode"], then["runs"][0]["decode"])):
+        assert here.keys() == there.keys()
+    assert {frozenset(row) for row in found["runs"]} == {frozenset(row) for row in then["runs"]} and texts not in json.dumps(found)
+    assert all(row["sample"].startswith("    def ") for row in found["runs"]) or not config.sample
+    (comparison, verdict), *_ = judged("language", record)
+    assert (comparison.unit, verdict.n, verdict.verdict) == ("bits per byte", 1, "cannot be judged")
+
+
+def by_hand(windows, tokens, size):
+    "Witten-Bell back-off with dictionaries, one position after another."
+    grams = Counter(tuple(w[i:i + order]) for w in windows for order in (1, 2, 3) for i in range(len(w) - order + 1))
+    def probability(context, byte):
+        shorter = probability(context[1:], byte) if context else 1 / size
+        following = [n for c in range(size) if (n := grams[*context, c])]
+        return (grams[*context, byte] + len(following) * shorter) / (sum(following) + len(following)) if following else shorter
+    return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
+
+
+@settings(max_examples=15, deadline=None)
+@given(rng=st.builds(np.random.default_rng, st.integers(0, 999)), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
+def test_trigrams_are_a_count_by_hand(rng, size, count, length):
+    windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
+    assert np.allclose(trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size))
+    assert sum(trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size)) == pytest.approx(1)
+
+
+def test_baselines_are_given_what_training_feeds_the_model():
+    data = np.random.default_rng(0).integers(0, 256, 4001, dtype=np.uint8)
+    found = baselines(data[None], data[:-1])
+    assert found["xz_alone"] == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000 > 8
+    assert found["xz_primed"] < 0.2 # only the distance to the first copy is left
+    assert found["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
+    class Recorder(torch.nn.Linear):
+        def forward(self, tokens, targets):
+            seen.append(torch.cat([tokens, targets[:, -1:]], 1))
+            return self.weight.sum() ** 2
+    seen = []
+    train(Recorder(1, 1), data, None, RECIPE, quiet=True)
+    assert (torch.cat(seen).numpy() == seen_windows(data, RECIPE)).all()
+
+
+@pytest.mark.parametrize("mixer", ["longhorn_exact", "attention"])
+def test_the_cache_of_attention_grows_and_a_state_does_not(mixer):
+    model, tokens = new_model(model_config(TINY, mixer, 256), 0), torch.randint(256, (1, 30))
+    found = decode_costs(model, tokens, (8, 30), rounds=1, steps=1)
+    assert (found["numbers"][1] > found["numbers"][0]) == (mixer == "attention") != (language.state_numbers(model) > 0)
+    assert found["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1]) and min(found["ms"]) > 0

@@ -178,14 +178,15 @@ def lead(size, first, second):
 
 def language_cache():
     "Bytes of attention's cache in terms of Longhorn's, at the longest context."
-    cache = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["decode"]["cache"]
-    return cache["attention"][-1] / cache["longhorn"][-1]
+    runs = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["runs"]
+    numbers = {run["mixer"]: run["decode"]["numbers"][-1] for run in runs}
+    return numbers["attention"] / numbers["longhorn"]
 
 
 def language_size():
     "Parameters of the paper's 120M Longhorn in terms of those of the laptop's."
-    parameters = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["parameters"]
-    return 128.56e6 / parameters["longhorn"]
+    runs = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["runs"]
+    return 128.56e6 / next(run["parameters"] for run in runs if run["mixer"] == "longhorn")
 
 
 def backward_counter(name):

@@ -191,7 +191,7 @@ CLAIMS += [
         name="training-speed", source="this kit", published="–", timed=compare_training, times="nbs/lab/results/language/throughput.json",
         statement="A Longhorn model of 120M parameters trains as fast as one of Mamba.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
-        commands={"gpu": "python -c 'from longhorn_kit.lab.language_grid import throughput; throughput(\"speed\", contexts=(1024,))'"}),
+        commands={"gpu": "python -c 'from longhorn_kit.lab import run, throughput; run.run(throughput.EXPERIMENT, \"gpu\", contexts=(1024,))'"}),
     Claim(
         name="recall-intensive", source=THREAD, published="mean gain +1.15 points read once, +4.25 read twice",
         statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",

@@ -142,8 +142,7 @@ def evaluations(
     results: dict, # of a language record
 ) -> list[tuple[str, float | None]]: # (words, tokens); None: the end
     "Return the points at which models are compared: after one pass over the text, if there were more, and at the end."
-    runs = results.get("runs")
-    passes = runs[0]["tokens"] / results["train_tokens"] if runs else 1
+    passes = max((run["tokens"] for run in results["runs"] if "held_out" in run), default=0) / results["train_tokens"]
     return [("after one pass", results["train_tokens"]), (f"after {passes:.1f} passes", None)] if passes > 1.05 else [("", None)]
 
 def nearest(
@@ -158,49 +157,46 @@ def losses(
     mixer: str,
     tokens: float | None,
 ) -> dict:         # seed -> held-out loss
-    "Return the loss of each seed of a model: nats per token, or bits per byte for a record without curves."
-    if "runs" not in results:
-        return dict(enumerate(results["bits_per_byte"].get(mixer, ())))
+    "Return the loss of each seed of a model, in the unit of the record."
     curves = {run["seed"]: run["held_out"] for run in results["runs"] if run["mixer"] == mixer and "held_out" in run}
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-018
 def compare_language(
-    record: dict,    # of `longhorn_kit.lab.language` or of its grid
+    record: dict,    # of `longhorn_kit.lab.language`
     pairs: tuple,    # (first, second); the first is said to have the lower loss
     sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
     "Compare held-out losses, seed by seed."
     results, found, published = record["results"], [], OPENWEBTEXT[sizes]
-    rate = record["settings"]["preset"]["train"]["lr"]
+    rate, unit = record["settings"]["train"]["lr"], results["unit"]
     for words, tokens in evaluations(results):
         for first, second in pairs:
             a, b = losses(results, first, tokens), losses(results, second, tokens)
             leads = tuple(b[seed] - a[seed] for seed in sorted(a.keys() & b.keys()))
             if leads:
-                paper = published[second] - published[first] if {first, second} <= published.keys() and "runs" in results else None
+                same = {first, second} <= published.keys() and unit == "nats per token"
+                paper = published[second] - published[first] if same else None
                 found.append(Comparison(
-                    f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words), leads,
-                    "nats per token" if "runs" in results else "bits per byte",
-                    searched=0, doubt=edge({name: (rate, [rate]) for name in (first, second)}), published=paper))
+                    f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words), leads, unit, searched=0,
+                    doubt=edge({name: (rate, [rate]) for name in (first, second)}), published=paper))
     return found
 
 def about_language(
-    record: dict, # of `longhorn_kit.lab.language` or of its grid
+    record: dict, # of `longhorn_kit.lab.language`
 ) -> str:
     "Say what was trained: parameters, block, state of the whole model, unique tokens and passes, learning rates."
-    results, rate = record["results"], record["settings"]["preset"]["train"]["lr"]
-    models = {run["mixer"]: run for run in results.get("runs", ())}
-    if not models:
-        sizes = results["parameters"].values()
-        return (f"{min(sizes) / 1e6:.2g}M parameters, {results['tokens'] / 1e6:.2g}M bytes of Python's library, one pass; learning rate {rate:g} only")
+    results, rate = record["results"], record["settings"]["train"]["lr"]
+    models = {run["mixer"]: run for run in results["runs"] if "held_out" in run}
     size = [run["parameters"] / 1e6 for run in models.values()]
-    tokens, unique = next(iter(models.values()))["tokens"], results["train_tokens"]
+    unique = results["train_tokens"]
+    passes = next(iter(models.values()))["tokens"] / unique
+    domains = f" ({' and '.join(results['domains'])})" if len(results["domains"]) > 1 else ""
+    read = f"{passes:.1f} passes" if passes > 1 else f"{100 * passes:.0f} % of them read"
     alone = [NAMES[name] for name, run in models.items() if not run["model"]["d_mlp"]]
     mlp = [NAMES[name] for name, run in models.items() if run["model"]["d_mlp"]]
-    state = ", ".join(f"{NAMES[name]} {count / 1000:.0f}k" for name, count in results.get("state_numbers", {}).items())
-    return (f"{min(size):.1f}M to {max(size):.1f}M parameters; {unique / 1e6:.1f}M unique tokens ({' and '.join(results['domains'])}), "
-            f"{tokens / unique:.1f} passes. Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
+    state = ", ".join(f"{NAMES[name]} {run['state_numbers'] / 1000:.0f}k" for name, run in models.items() if run["state_numbers"])
+    return (f"{min(size):.3g}M to {max(size):.3g}M parameters; {unique / 1e6:.1f}M unique tokens{domains}, {read}. Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
             f"Numbers of state in the whole model: {state}. Learning rate {rate:g} only")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-021
@@ -218,13 +214,12 @@ def tokens_at(
     return None
 
 def compare_tokens(
-    record: dict, # of the language grid
+    record: dict, # of `longhorn_kit.lab.language`
 ) -> list[Comparison]:
-    "Compare the tokens that Longhorn needs for Mamba's loss with the tokens that Mamba read."
-    results, found = record["results"], []
-    curves = {(run["mixer"], run["seed"]): run["held_out"] for run in results.get("runs", ()) if "held_out" in run}
-    rate = record["settings"]["preset"]["train"]["lr"]
-    for words, tokens in evaluations(results) if curves else ():
+    "Compare the tokens that Longhorn needs for Mamba's loss with the tokens that Mamba read; a single point is no curve."
+    results, found, rate = record["results"], [], record["settings"]["train"]["lr"]
+    curves = {(run["mixer"], run["seed"]): run["held_out"] for run in results["runs"] if len(run.get("held_out", {}).get("tokens", ())) > 1}
+    for words, tokens in evaluations(results):
         saved, missing = [], 0
         for (mixer, seed), mamba in curves.items():
             if mixer == "mamba" and ("longhorn", seed) in curves:
@@ -317,10 +312,11 @@ def compare_times(
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-028
 def compare_training(
-    record: dict, # nbs/lab/results/language/throughput.json
+    record: dict, # of `longhorn_kit.lab.throughput`; its rows stood outside of "results" before version 0.2
 ) -> list[tuple[Comparison, Judgement]]:
     "Compare training tokens per second of Longhorn and Mamba, eager and compiled."
-    speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in record["rows"] if row["context"] == 1024}
+    rows = record.get("results", record)["rows"]
+    speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in rows if row["context"] == 1024}
     found = []
     for name in ("longhorn", "longhorn_exact"):
         ratios = tuple(speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True))

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map_only
 
 from .data import prepare
 from .fit import fit
-from .language import (
-    LM_PRESETS, LanguageConfig, LMPreset, check_vocabulary, override, run_model, tokens_hash, trained_tokenizer)
-from .language_grid import open_texts
+from . import language
+from .language import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
+from .presets import LM_PRESETS, LMPreset, override
 from .run import Experiment, Results
 from .training import TrainConfig
 from ..models import SequenceLM
@@ -352,7 +352,7 @@ def train_small(
     "Train a small model as the language experiment does, or find it trained."
     preset = LMPreset(**settings["model"] | {"train": TrainConfig(**settings["model"]["train"])})
     corpus, folder = prepare(data, preset.tokenizer), folder / "trained"
-    run_model(settings["mixer"], settings["seed"], LanguageConfig(preset), corpus, folder, quiet=True)
+    language.fit(preset, settings["mixer"], corpus, folder, quiet=True)
     return folder / "model"
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-045

@@ -14,6 +14,66 @@ def renamed(record):
     return {"experiment" if name == "claim" else name: value for name, value in record.items()}
 
 
+UNTIMED = {"length": [], "ms": [], "numbers": []}
+
+
+def language(record):
+    "Bring the runs of all scales to one structure; what was not recorded is None, or as long as tokens / speed."
+    from longhorn_kit.lab.language import Language
+    from longhorn_kit.lab.training import TrainConfig
+    asked, old = dict(record["settings"]), record["results"]
+    preset, laptop = asked.pop("preset"), "runs" not in old
+    runs, text = (laptop_runs if laptop else gpu_runs)(record)
+    recipe = TrainConfig(**preset["train"] | {"compile": not laptop and runs[0]["engine"]["compile"]})
+    pairs = [(run["mixer"], run["seed"]) for run in runs]
+    more = {name: asked[name] for name in ("prompt", "sample", "lengths", "tokens", "evaluations") if name in asked}
+    config = Language(**preset | {"train": recipe, "data": asked.get("data", ""), "runs": pairs} | more, baselines=laptop, gpu=not laptop)
+    levels = {name: old[name] for name in ("trigram", "xz_alone", "xz_primed") if laptop}
+    made = {name: sorted({run[name] for run in runs}) for name in ("commit", "device")}
+    new = {"settings": to_plain(config), "results": text | {"baselines": levels, "runs": runs}, "missing": 0, "made": made}
+    if "(" in record["command"]:
+        what = f"'gpu', tokens={asked['tokens']}" if not laptop else "folder='runs/language/seeds', runs=language.in_order(language.LAPTOP, (), ())"
+        new["command"] = f"python -c \"from longhorn_kit.lab import language, run; run.run(language.EXPERIMENT, {what})\""
+        new["command"] = "LONGHORN_TEXT=texts " * (not laptop) + new["command"]
+    return renamed(record) | new
+
+
+def gpu_runs(record):
+    "Return the runs, each with the numbers of its state, and the text."
+    old = record["results"]
+    text = {name: old[name] for name in ("corpus", "tokenizer", "train_tokens", "domains")} | {"unit": "nats per token"}
+    more = lambda run: {"state_numbers": old["state_numbers"].get(run["mixer"], 0), "decode": UNTIMED, "sample": ""}
+    return [run | more(run) for run in old["runs"]], text
+
+
+def laptop_runs(record):
+    "Return one run per model and seed, in bits per byte, and the text."
+    import torch
+    from longhorn_kit.lab.data import prepare
+    from longhorn_kit.lab.language import state_numbers
+    from longhorn_kit.models import LMConfig, SequenceLM
+    old, corpus, runs = record["results"], prepare("stdlib"), []
+    assert corpus.index["source_sha256"] == old["corpus"], "the library of Python 3.11.7 is needed"
+    text = {"corpus": old["corpus"], "tokenizer": "bytes", "unit": "bits per byte", "train_tokens": len(corpus.train),
+            "domains": {"held out": {"tokens": old["held_out_bytes"], "bytes": old["held_out_bytes"]}}}
+    for place, seed in enumerate(record["settings"]["seeds"]):
+        for mixer, bits in old["bits_per_byte"].items():
+            curve, train, speed = old["held_out"][mixer][place], old["train"][mixer][place], old["tokens_per_second"][mixer]
+            with torch.device("meta"):
+                state = state_numbers(SequenceLM(LMConfig(**old["models"][mixer])))
+            times = {"length": old["decode"]["lengths"], "ms": old["decode"]["ms"][mixer], "numbers": old["decode"]["cache"][mixer]}
+            runs.append({
+                "mixer": mixer, "seed": seed, "model": old["models"][mixer], "parameters": old["parameters"][mixer],
+                "tokens": old["tokens"], "steps": record["settings"]["preset"]["train"]["steps"], "engine": None,
+                "loss": {"held out": bits[place], "all": bits[place]}, "bits_per_byte": bits[place],
+                "held_out": {"tokens": curve["tokens"], "held out": curve["bits"], "all": curve["bits"]},
+                "train": {"tokens": train["tokens"], "loss": train["bits"]}, "largest_gradient": None,
+                "seconds": round(old["tokens"] / speed, 1), "wall_seconds": None, "tokens_per_second": round(speed),
+                "state_numbers": state, "decode": UNTIMED if place else times, "sample": "" if place else old["samples"][mixer],
+                "device": "cpu", "commit": record["environment"]["commit"]})
+    return runs, text
+
+
 def recall(record):
     "Name the models of the toy task, and what made the record."
     settings, made = record["settings"], {"commit": [record["environment"]["commit"]], "device": ["cpu"]}
@@ -66,7 +126,7 @@ def extrapolation(record):
                      "made": {"commit": sorted(commits), "device": [environment["gpu"] or "cpu"]}}
 
 
-CONVERT = {"recall": recall, "mqar": mqar, "language": renamed, "extrapolation": extrapolation, "vision": vision}
+CONVERT = {"recall": recall, "mqar": mqar, "language": language, "extrapolation": extrapolation, "vision": vision}
 
 
 def main(paths):
