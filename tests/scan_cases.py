@@ -2,7 +2,7 @@
 import torch
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
+from longhorn_kit.scan.triton_op import triton_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -26,13 +26,12 @@ def inputs(B, T, D, N, form="diagonal", dtype=torch.float32, z=True, state=True,
 def call(a, form, cu_seqlens=None, oracle=False, **options):
     "One scan, by the kernels or by the reference."
     rest = dict(D_skip=a["D_skip"], z=a["z"], initial_state=a["initial_state"], **options)
+    data = [a[n] for n in "qkxb"]
     if not oracle:
-        rest["cu_seqlens"] = cu_seqlens
+        return triton_scan(*data, a["b_bias"], A=a["A"], form=form, cu_seqlens=cu_seqlens, **rest)
     if a["A"] is not None:
-        return (reference_selective_scan if oracle else triton_selective_scan)(
-            a["q"], a["k"], a["x"], a["b"], a["A"], dt_bias=a["b_bias"], **rest)
-    return (reference_scan if oracle else triton_scan)(
-        a["q"], a["k"], a["x"], a["b"], b_bias=a["b_bias"], form=form, **rest)
+        return reference_selective_scan(*data, a["A"], a["b_bias"], **rest)
+    return reference_scan(*data, a["b_bias"], form=form, **rest)
 
 
 def one_sequence(a, form, i, lo, hi):

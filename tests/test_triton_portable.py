@@ -6,7 +6,8 @@ import torch
 
 from scan_cases import DEVICE, assert_close, beyond, error, errors, gradients, inputs, kernels, one_sequence, oracle
 from longhorn_kit.scan import triton_op, triton_portable
-from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
+from longhorn_kit.scan.op import longhorn_scan, selective_scan
+from longhorn_kit.scan.triton_op import triton_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
 small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
@@ -106,23 +107,19 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
 
 
-def test_wrong_arguments_are_named():
-    a, *_ = inputs(1, 3, 2, 2, "diagonal", state=False)
-    q, k, x, b = (a[n] for n in "qkxb")
-    with pytest.raises(ValueError, match=r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"):
-        triton_scan(q, k, x, x.new_zeros(1, 3, 5))
-    with pytest.raises(ValueError, match="form is 'full'"):
-        triton_scan(q, k, x, b, form="full")
-    with pytest.raises(ValueError, match="x is torch.float64"):
-        triton_scan(q, k, x.double(), b)
-    with pytest.raises(ValueError, match="k has 129 state coordinates"):
-        triton_scan(x.new_zeros(1, 3, 129), x.new_zeros(1, 3, 129), x, b)
-    with pytest.raises(ValueError, match="A has shape"):
-        triton_selective_scan(q, k, x, b, x.new_zeros(3, 3))
-    with pytest.raises(ValueError, match="cu_seqlens needs B = 1"):
-        triton_scan(q, k, x, b, cu_seqlens=torch.zeros(2, device=DEVICE))
-    with pytest.raises(ValueError, match="checkpoint is 5"):
-        triton_scan(q, k, x, b, checkpoint=5)
+@pytest.mark.parametrize("change, message", [
+    (dict(b=(1, 3, 5)), r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"), (dict(form="full"), "form is 'full'"),
+    (dict(x=torch.float64), "float32, bfloat16 and float16, not float64"), (dict(checkpoint=5), "checkpoint is 5"),
+    (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates, and q has 129"), (dict(A=(3, 3)), "A has shape"),
+    (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens is torch.float32")])
+def test_wrong_arguments_are_named(change, message):
+    a = {n: t for n, t in inputs(1, 3, 2, 2, state=False)[0].items() if n in "qkxb"}
+    for name, value in change.items():
+        a[name] = (torch.zeros(value, device=DEVICE) if isinstance(value, tuple) else a[name].to(value) if name == "x" else value)
+    if "A" in a:
+        a["dt"] = a.pop("b")
+    with pytest.raises(ValueError, match=message):
+        (selective_scan if "A" in a else longhorn_scan)(**a, backend="triton")
 
 
 # ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: float16 at one shape, all
