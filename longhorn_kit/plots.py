@@ -24,8 +24,8 @@ LABELS = {
     "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
     "mamba": "Mamba", "attention": "attention", "deltanet": "delta rule",
     "linear_attention": "linear attention", "gla": "GLA",
-    "mamba_input_a": "Mamba, A from input", "mamba2": "Mamba-2", "gated_deltanet": "gated delta rule", "retnet": "RetNet",
-    "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
+    "mamba_input_a": "Mamba, A from input", "mamba2": "Mamba-2", "gated_deltanet": "gated delta rule",
+    "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
 }
 INK = "#7A7A7A"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exported import assert_exported_equals_eager
 from longhorn_kit.models import MIXERS, Longhorn
-from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, causal_conv, is_plain, mixer_options, register_mixer
+from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, is_plain, mixer_options, register_mixer
 
 NAMES = sorted(MIXERS)
 SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXERS[name]), ScanMixer)]
@@ -261,21 +261,6 @@ def test_decoding_takes_constant_memory(name):
     with torch.no_grad():
         sizes = {bytes_held(layer.prefill(torch.randn(1, length, 16))[1]) for length in (1, 40, 90)}
     assert sizes == {bytes_held(layer.empty_cache(1))}
-
-
-def test_convolution_of_nothing_keeps_the_past():
-    past = torch.randn(2, 5, 3)
-    y, after = causal_conv(torch.zeros(2, 0, 5), torch.randn(5, 1, 4), torch.randn(5), past)
-    assert y.shape == (2, 0, 5) and torch.equal(after, past)
-
-
-def test_convolution_is_a_sum_over_the_last_inputs():
-    x, weight, bias = torch.randn(2, 6, 5), torch.randn(5, 1, 4), torch.randn(5)
-    y, past = causal_conv(x, weight, bias, None)
-    padded = torch.cat([torch.zeros(2, 3, 5), x], 1)
-    expected = bias + sum(padded[:, j : j + 6] * weight[:, 0, j] for j in range(4))
-    torch.testing.assert_close(y, F.silu(expected))
-    assert torch.equal(past, x[:, 3:].transpose(1, 2))
 
 
 @pytest.mark.parametrize("wrong, message", [

@@ -74,7 +74,8 @@ class Shared:
 # %% ../../nbs/scan/12_triton_primer.ipynb #12_triton_primer-023f
 class Interpreter:
     "What `gl`, `async_copy` and `mma_v2` are to one program of a Gluon kernel, in PyTorch."
-    int16, int32, int64, float32, bfloat16, float16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16
+    int16, int32, int64 = torch.int16, torch.int32, torch.int64
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     static_range = range
     exp2, where, broadcast = map(staticmethod, (torch.exp2, torch.where, torch.broadcast_tensors))
 

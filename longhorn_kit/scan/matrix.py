@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .op import check_choice, check_tensor
-from .reference import compute_dtype, no_autocast
+from .reference import compute_dtype, no_autocast, widened
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-006
 def matrix_update(
@@ -135,14 +135,8 @@ def between_chunks(q, k, u, w, inside, fade, S):
 STRONGEST = -800 # log decay that leaves nothing, in float64 too; sums of stronger ones, of -inf first, lose the weaker
 
 def chunked_matrix_scan(
-    q: Tensor,                        # (B,T,H,N) queries
-    k: Tensor,                        # (B,T,H,N) keys
-    x: Tensor,                        # (B,T,H,P) values
-    log_decay: Tensor | None = None,  # (B,T,H,1) or (B,T,H,N)
-    beta: Tensor | None = None,       # (B,T,H)
-    bonus: Tensor | None = None,      # (H,N)
-    initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
-    chunk: int | None = None,         # steps a chunk; 64, or 16 for a decay a coordinate, if None
+    q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, # as for `reference_matrix_scan`
+    chunk: int | None = None, # steps a chunk; 64, or 16 for a decay a coordinate, if None
 ):
     "`reference_matrix_scan` by matrix products: read-outs (B,T,H,P) and the last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
@@ -238,7 +232,8 @@ _log = logging.getLogger(__name__)
 
 @functools.cache # one line a function
 def _tunes_first(name):
-    _log.warning("longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, which can take minutes", name)
+    _log.warning("longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
+                 "which can take minutes", name)
 
 def fla_kernel(k, log_decay, beta, bonus):
     "The function of flash-linear-attention for these arguments, and the rates that it takes after q, k, x."
@@ -324,9 +319,7 @@ def matrix_step(
     check_matrix_arguments(q_t, k_t, x_t, log_decay_t, beta_t, bonus, state, lead=("B",))
     if log_decay_t is not None and log_decay_t.dim() == 2:
         log_decay_t = log_decay_t[..., None]
-    wide = compute_dtype(q_t, k_t, x_t, state, log_decay_t, beta_t, bonus)
-    q, k, x, S, log_decay, beta, bonus = (
-        None if t is None else t.to(wide) for t in (q_t, k_t, x_t, state, log_decay_t, beta_t, bonus))
+    q, k, x, S, log_decay, beta, bonus = widened(q_t, k_t, x_t, state, log_decay_t, beta_t, bonus)
     with no_autocast(q.device.type):
         after = matrix_update(S, k, x, log_decay, beta)
         return matrix_read(S, after, q, k, x, bonus).to(x_t.dtype), after

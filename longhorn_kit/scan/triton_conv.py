@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .chunked import in_range
-from .triton_portable import INTERPRETED, _cdiv, _sum_of_rows, clear_outside, on_its_device
+from .triton_portable import (
+    INTERPRETED, _cdiv, _last_contiguous, _stored, _sum_of_rows, clear_outside, on_its_device)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -197,7 +198,8 @@ def _conv_bwd_kernel(
                 dx = _dual(gs, w, W)
                 if HAS_DHT:
                     dx += _final_share(dhT_ptr, r, length, d, md, W)
-                tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=md & (r >= lo) & (r < length))
+                tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty),
+                         mask=md & (r >= lo) & (r < length))
                 past = window[1:]
                 gs = gs[1:]
         done = lo + (tl.minimum(L, length - first) + U - 1) // U * U
@@ -214,7 +216,8 @@ def _conv_bwd_kernel(
             dx = _dual(gs, w, W)
             if HAS_DHT:
                 dx += _final_share(dhT_ptr, r, length, d, md, W)
-            tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=md & (r >= lo) & (r < length))
+            tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty),
+                     mask=md & (r >= lo) & (r < length))
             past = window[1:]
             gs = gs[1:]
     n = (pid % ND) * BD + tl.arange(0, BD)
@@ -310,17 +313,8 @@ def conv_plan(
     return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 8 // gradients, BD, 2, max(1, BD // 64))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-025
-def _unit(t):
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _kept(dtype):
-    # The interpreter truncates on a store to bfloat16, so there results stay in float32 until the end.
-    return torch.float32 if INTERPRETED else dtype
-
-
 def _slots(steps, x, cu_seqlens):
-    # Number of sequences, slots of a sequence (if not packed), all slots, and the sequence that each belongs to (if packed).
+    # Sequences, slots of a sequence (if not packed), all slots, and the sequence that each belongs to (if packed).
     B, T, _ = x.shape
     each = max(1, _cdiv(T, steps))
     if cu_seqlens is None:
@@ -343,18 +337,19 @@ def conv_forward(
     plan: ConvPlan | None = None,
 ):
     "Run the forward: y (B,T,D) and the final state (n,D,W-1), both in x.dtype; the latter empty unless `final`."
-    x, weight = _unit(x), weight.contiguous()
+    x, weight = _last_contiguous(x), weight.contiguous()
     bias, initial_state = (t if t is None else t.contiguous() for t in (bias, initial_state))
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D)
     n, each, slots, owner = _slots(p.L, x, cu_seqlens)
-    new = lambda *s: torch.empty(s, device=x.device, dtype=_kept(x.dtype))
+    new = lambda *s: torch.empty(s, device=x.device, dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
         _conv_fwd_kernel[(slots * blocks,)](
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
-            W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, HAS_BIAS=bias is not None, HAS_H0=initial_state is not None and W > 1,
-            FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
+            W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, HAS_BIAS=bias is not None, 
+            HAS_H0=initial_state is not None and W > 1, FINAL=final, PACKED=cu_seqlens is not None,
+            num_warps=p.warps, enable_fp_fusion=False)
     return y.to(x.dtype), last.to(x.dtype)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-027
@@ -370,27 +365,28 @@ def conv_backward(
     "Gradients (dx, dweight, dbias, dinitial), None where the input was None. No atomics: the bits repeat."
     if also is not None and initial_state is not None:           # the small kernel of its gradient takes one
         dy, also = dy + also, None
-    x, dy, also, w = _unit(x), _unit(dy), _unit(also), weight.contiguous()
+    x, dy, also, w = _last_contiguous(x), _last_contiguous(dy), _last_contiguous(also), weight.contiguous()
     c, initial, dfinal = (t if t is None else t.contiguous() for t in (bias, initial_state, dfinal))
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward", 1 if also is None else 2)
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
     blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
-    dx = torch.empty(x.shape, device=x.device, dtype=_kept(x.dtype))
+    dx = torch.empty(x.shape, device=x.device, dtype=_stored(x.dtype))
     dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((W, D), (D,)))
-    dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_kept(initial.dtype))
+    dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_stored(initial.dtype))
     strides = *x.stride()[:2], *dy.stride()[:2]
     flags = dict(W=W, SILU=silu, BD=p.BD, HAS_BIAS=c is not None, HAS_DHT=dfinal is not None and W > 1, PACKED=packed)
     if slots * blocks:
         _conv_bwd_kernel[(slots * blocks,)](
             x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
-            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, HAS_H0=initial is not None and W > 1, **flags,
-            num_warps=p.warps, enable_fp_fusion=False)
+            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, 
+            HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
     if dinitial is not None and dinitial.numel():
         _conv_bwd_state_kernel[(n * blocks,)](
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
             enable_fp_fusion=False)
-    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True), None if bias is None else _sum_of_rows(dbias, bias.dtype),
+    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
+            None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-032
@@ -479,9 +475,9 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
 @on_its_device
 def conv_step(x_t, past, after, weight, bias, silu):
     "Launch one step from `past` to `after` (B,D,W-1), which may be the same tensor: y (B,D)."
-    x_t, weight, (B, D) = _unit(x_t), weight.contiguous(), x_t.shape
+    x_t, weight, (B, D) = _last_contiguous(x_t), weight.contiguous(), x_t.shape
     BD = min(256, max(32, triton.next_power_of_2(D)))
-    y = torch.empty(B, D, device=x_t.device, dtype=_kept(x_t.dtype))
+    y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
         _conv_step_kernel[(B * _cdiv(D, BD),)](
             x_t, weight, bias if bias is None else bias.contiguous(), past, y, after, D, _cdiv(D, BD), x_t.stride(0),
@@ -491,7 +487,7 @@ def conv_step(x_t, past, after, weight, bias, silu):
 
 def _fresh_step(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = torch.empty(state.shape, device=x_t.device, dtype=_kept(x_t.dtype))
+    after = torch.empty(state.shape, device=x_t.device, dtype=_stored(x_t.dtype))
     y = conv_step(x_t, state, after, weight, bias, silu)
     return y, after.to(x_t.dtype)
 

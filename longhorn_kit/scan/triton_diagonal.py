@@ -76,7 +76,7 @@ def _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC: gl.constexpr, ONE_STRIDE: gl.con
 
 @gluon.jit
 def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 8):
-    # Asynchronous copy to shared memory; what the mask leaves out becomes zero. Single elements may be too small for one.
+    # Asynchronous copy to shared memory, zero where the mask is false. Single elements may be too small for one.
     if VEC == 1:
         shared.store(_load(ptr, offsets, mask, RAGGED))
     elif RAGGED:
@@ -140,7 +140,8 @@ def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
     for level in gl.static_range(_halvings(HELD)):
         halves = ()
         for i in gl.static_range(2 ** level):
-            first, second = gl.split(gl.permute(gl.reshape(parts[i], [R, 2, HELD // 2 ** (level + 1), C]), (0, 2, 3, 1)))
+            first, second = gl.split(
+                gl.permute(gl.reshape(parts[i], [R, 2, HELD // 2 ** (level + 1), C]), (0, 2, 3, 1)))
             halves = halves + (first, second)
         parts = halves
     tiles = ()
@@ -301,8 +302,9 @@ def _diagonal_fwd_kernel(
         x, b, z, k, q, A, bias, skip, h0, cu, owner, out, ckpt, hT, carry, T, LS, SLOTS, ND, DV,
         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
         RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr,
-        SEGMENTED: gl.constexpr, SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        SEGMENTED: gl.constexpr, SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr,
+        HAS_Z: gl.constexpr, HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr,
+        RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # One program: BD channels of one segment. NW warps share its states, each lane N / NW of them.
     C: gl.constexpr = 16
     RAGGED: gl.constexpr = RAGGED_T or RAGGED_D
@@ -438,9 +440,9 @@ def _alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.const
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_adjoint_kernel(
         b, z, v, k, q, A, bias, cu, owner, carry, decay, T, LS, SLOTS, ND, DV, sb_bv, sb_v, sz_bv, sz_v, sv_bv, sv_v,
-        RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, REVERSE: gl.constexpr,
-        HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr,
-        RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr,
+        REVERSE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr,
+        RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
     # A segment's own state, or with REVERSE its own adjoint, as if nothing entered it; and its product of gates.
     # v, q: what drives it, x and k in the forward, dy and q in the backward.
     C: gl.constexpr = 8
@@ -549,7 +551,7 @@ def _diagonal_adjoint_kernel(
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: gl.constexpr,
                            HAS_EDGE: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr):
-    # Each segment's own state becomes the state that enters it, in place; eight segments' loads are in flight at a time.
+    # Each segment's state becomes the state that enters it, in place; loads of eight segments are in flight at a time.
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     seq = (gl.program_id(0) // NBLOCKS).to(gl.int64)
     i = (gl.program_id(0) % NBLOCKS) * 128 + gl.arange(0, 128, LANES)
@@ -580,10 +582,11 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-045
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
-    # Of a and b (2,...), whose first dimension is one bit of a lane's number, the sums over it: a's as row 0, b's as row 1.
+    # Sums of a and b (2,...) over their first dimension, one bit of a lane's number: a's as row 0, b's as row 1.
     # Two lanes meet: each gives away what the other is to add up. `LANES` tells how far apart they are.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid; and.b32 lane, lane, " + LANES + ";"
+        "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"
+        " and.b32 lane, lane, " + LANES + ";"
         " setp.ne.u32 upper, lane, 0; selp.f32 given, $1, $2, upper; selp.f32 mine, $2, $1, upper;"
         " shfl.sync.bfly.b32 given, given, " + LANES + ", 31, -1; add.rn.f32 $0, mine, given; }",
         "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
@@ -591,12 +594,12 @@ def _meet(a, b, LANES: gl.constexpr):
 
 @gluon.jit
 def _over_n(v):
-    # Four steps' tiles (4 NW, D), a row for each lane along n, to (4 steps, NW, D): what is left to add up are the warps.
+    # Four steps' tiles (4 NW, D), a row for each lane along n, to (4 steps, NW, D): left to add up are the warps.
     NW: gl.constexpr = v[0].shape[0] // 4
     D: gl.constexpr = v[0].shape[1]
     tiles = ()
     for i in gl.static_range(4):
-        tiles = tiles + (gl.permute(gl.reshape(v[i], [NW, 2, 2, D]), (2, 1, 0, 3)),)    # (lower, upper bit of the lane, NW, D)
+        tiles = tiles + (gl.permute(gl.reshape(v[i], [NW, 2, 2, D]), (2, 1, 0, 3)),) # (lower, upper lane bit, NW, D)
     first = gl.permute(_meet(tiles[0], tiles[1], "8"), (1, 0, 2, 3))
     second = gl.permute(_meet(tiles[2], tiles[3], "8"), (1, 0, 2, 3))
     return gl.reshape(_meet(first, second, "16"), [4, NW, D])
@@ -613,7 +616,7 @@ def _over_d(v):
     second = gl.permute(gl.reshape(_meet(tiles[2], tiles[3], "4"), [2, 2, 2, N]), (1, 2, 0, 3))
     both = gl.permute(_meet(first, second, "2"), (1, 0, 2, 3))                          # (lane, 2 steps, 2 steps, N)
     both = gl.permute(gl.reshape(both, [2, 2, 2, N // 4, 2, 2]), (0, 1, 2, 3, 5, 4))
-    a, b = gl.split(both)                                                               # by the upper bit of a lane's four states
+    a, b = gl.split(both) # by the upper bit of a lane's four states
     return gl.reshape(gl.permute(_meet(a, b, "1"), (1, 2, 3, 0, 4)), [4, N])
 
 
@@ -673,10 +676,11 @@ def _over_channels(a, b):
 
 
 @gluon.jit
-def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, VEC: gl.constexpr, RULE: gl.constexpr):
-    # Four steps forward, their states kept in registers, then back with (2) to (4). A lane sums what it holds, then lanes meet.
-    # Parts of y on the way back, where queries are read anyway. Where registers are few, y is stored before that: after a store
-    # the compiler reads rows again that it would keep.
+def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
+                VEC: gl.constexpr, RULE: gl.constexpr):
+    # Four steps forward, states kept in registers, then back with (2) to (4). A lane sums what it holds, then lanes
+    # meet. Parts of y on the way back, where queries are read anyway. Where registers are few, y is stored before:
+    # after a store the compiler reads rows again that it would keep.
     FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -727,8 +731,9 @@ def _diagonal_bwd_kernel(
         T, LS, SLOTS, ND, DV, rows, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
         RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, NW: gl.constexpr,
         SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
-        HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
-    # One program: 32 channels of one segment, 16 states a warp. Chunks of 8 steps from their checkpoint, back in two halves.
+        HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr,
+        ONE_STRIDE: gl.constexpr):
+    # One program: 32 channels of one segment, 16 states a warp. Chunks of 8 steps from a checkpoint, back in halves.
     C: gl.constexpr = 8
     BD: gl.constexpr = 32
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
@@ -742,7 +747,7 @@ def _diagonal_bwd_kernel(
     PARTS: gl.constexpr = (gl.BlockedLayout([1, NW, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0]) if NW <= 4
                            else gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0]))
     HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
-    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0])    # keys, with a tile's rows
+    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0]) # keys, with a tile's rows
     OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -911,7 +916,8 @@ def _diagonal_bwd_kernel(
                 S = here.load(STATE)
                 _copy(here, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
                 async_copy.commit_group()
-            G, adA, over_n, over_d = RULE.four_steps(S, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
+            G, adA, over_n, over_d = RULE.four_steps(
+                S, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
             kGs, falls = over_n
             if NW > 1:
                 px.store(kGs)
@@ -941,7 +947,7 @@ def _diagonal_bwd_kernel(
             t64 = c.to(gl.int64) * (C * WIDTH * N) + t0 * WIDTH * N
             for part in gl.static_range(WIDTH):        # dk, dq and dA of a token
                 _store_steps(dtok + t64 + part * N, WIDTH * N, over_d[part], left - c * C - t0, RAGGED_T)
-    async_copy.wait_group(0)                           # the sums use memory that a copy of the last chunk may still fill
+    async_copy.wait_group(0) # the sums use memory that a copy of the last chunk may still fill
     gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(abi, 0), mask=dO < D)
     gl.store(dskip + slot.to(gl.int64) * D + dO, TIMES * gl.sum(ads, 0), mask=dO < D)
     if RULE.fixed:
@@ -975,13 +981,13 @@ def diagonal_plan(
     segment: int | None = None,   # steps in a segment; 0: no segments; None: by shape
     wide: bool | None = None,     # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
-    "Segments and sizes of the fast diagonal kernels; independent of T for a single sequence, so that packing changes no bit."
+    "Segments and sizes of the fast diagonal kernels; T of a single sequence plays no part: packing changes no bit."
     NP = max(16, triton.next_power_of_2(N))
     if segment is None:
         segment = _segment_steps(B, T, D, NP, direction)
     BD, warps = 32, NP // 16
     if direction == "forward":
-        if wide is None:                           # two at a time for each of an H200's 132 multiprocessors; no bit depends on it
+        if wide is None: # two at a time for each of an H200's 132 multiprocessors; no bit depends on it
             wide = NP == 16 and T >= 1024 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
         BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
     LS = segment or (_cdiv(T, 16) + 1) * 16
@@ -998,9 +1004,9 @@ def _vector(D):
 
 
 def _aligned(t, vec):
-    # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: what wide loads and asynchronous copies need.
+    # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: for wide loads, asynchronous copies.
     good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.clone(memory_format=torch.contiguous_format)   # `contiguous` keeps one that begins elsewhere
+    return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps one that begins elsewhere
 
 
 def _keys(t, N):
@@ -1055,7 +1061,7 @@ def diagonal_forward(
     save: bool = True,            # write the checkpoints that the backward needs
     A: Tensor | None = None,      # (D,N) or (B,T,N), for a rule with rates
 ):
-    "The fast forward of a plan's rule: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks, padded N, D) fp32)."
+    "The fast forward of a plan's rule: out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D), fp32."
     vec = _vector(plan.D)
     p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
     x, b = _aligned(x, vec), _aligned(_wide_rate(b, x), vec)
@@ -1068,7 +1074,7 @@ def diagonal_forward(
     owner = _segment_owner(p, cu_seqlens) if packed else None
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     one_stride = _one_stride(p.D, x, b, z)
-    p = p if one_stride or p.BD < 128 else replace(p, BD=32)   # places of rows that differ take registers, which 128 channels lack
+    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # places of rows take registers; 128 channels lack them
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
@@ -1105,8 +1111,8 @@ def diagonal_backward(
     _diagonal_bwd_kernel[(p.slots * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec),
-        RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented,
+        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec),
+        *_steps(ga, vec), RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
         PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)

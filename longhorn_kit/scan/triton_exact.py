@@ -35,14 +35,16 @@ def _columns(M, R: gl.constexpr):
 
 @gluon.jit
 def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
-    even = gl.join(gl.join(gl.join(c[0], c[8]), gl.join(c[4], c[12])), gl.join(gl.join(c[2], c[10]), gl.join(c[6], c[14])))
-    odd = gl.join(gl.join(gl.join(c[1], c[9]), gl.join(c[5], c[13])), gl.join(gl.join(c[3], c[11]), gl.join(c[7], c[15])))
+    even = gl.join(gl.join(gl.join(c[0], c[8]), gl.join(c[4], c[12])),
+                   gl.join(gl.join(c[2], c[10]), gl.join(c[6], c[14])))
+    odd = gl.join(gl.join(gl.join(c[1], c[9]), gl.join(c[5], c[13])),
+                  gl.join(gl.join(c[3], c[11]), gl.join(c[7], c[15])))
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [R, 16]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, gram, zero):
-    # u times row j of the Gram matrix (of two, side by side, if zero is a pair), taken out of the columns from BEGIN to END.
+    # u times row j of the Gram matrix (of two, if zero is a pair), taken out of the columns from BEGIN to END.
     row = _columns(gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0], u.shape[0])
     rest = ()
     for i in gl.static_range(16):
@@ -104,14 +106,15 @@ def _add_product(Ah, Al, Bh, Bl, total):
 
 @gluon.jit
 def _finite(v, ONE_MIN: gl.constexpr):
-    # v (bfloat16), the largest numbers in place of what is not finite: a factor that may meet a zero. Two elements at once.
-    if ONE_MIN:                                        # the smaller magnitude with the sign of v; not on compute capability 8.0
+    # v (bfloat16), largest numbers in place of what is not finite: a factor that may meet a zero. Two elements at once.
+    if ONE_MIN: # the smaller magnitude with the sign of v; not on compute capability 8.0
         return gl.inline_asm_elementwise(
             "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.xorsign.abs.bf16x2 $0, $1, most; }",
             "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         return gl.inline_asm_elementwise(
-            "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most; mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
+            "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most;"
+            " mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
             "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
@@ -123,13 +126,15 @@ def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
 
 @gluon.jit
 def _and(v, mask):
-    # v (bfloat16) where the bits of the mask (int16) are 1, and 0 where they are 0, whatever v is; two elements at once.
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+    # v (bfloat16) where the bits of the mask (int16) are 1, else 0, whatever v is; two elements at once.
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, VEC: gl.constexpr):
-    # Start to copy chunk c into a slot of the rings: wide are (ring, pointer, row stride, offsets), keys (ring, pointer).
+def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr,
+                NARROW: gl.constexpr, VEC: gl.constexpr):
+    # Start to copy chunk c into a slot of the rings: wide (ring, pointer, row stride, offsets), keys (ring, pointer).
     C: gl.constexpr = 16
     c64 = c.to(gl.int64) * C
     mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
@@ -144,7 +149,7 @@ def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.conste
 
 @gluon.jit
 def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
-    # (batch, first row in the batch, first row of all, length, first checkpoint); every sequence has one extra checkpoint.
+    # (batch, first row in the batch, first row of all, length, first checkpoint); a sequence has one extra checkpoint.
     if PACKED:
         start = gl.load(cu_ptr + seq).to(gl.int64)
         length = (gl.load(cu_ptr + seq + 1).to(gl.int64) - start).to(gl.int32)
@@ -168,11 +173,12 @@ def _pair(a, b):
 
 @gluon.jit
 def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
-    # 1 + |k|^2 of every step, in all rows of a (BD,C) tile: k times k is two bfloat16 exactly, and a product with ones sums them.
+    # 1 + |k|^2 of every step, in all rows of a (BD,C) tile: k times k is two bfloat16 exactly; products with ones add.
     high = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $1, zero; }",
                                      "=r,r", [kT], dtype=gl.bfloat16, is_pure=True, pack=2)
-    low = gl.inline_asm_elementwise("{ .reg .b32 minus; xor.b32 minus, $2, 0x80008000; fma.rn.bf16x2 $0, $1, $1, minus; }",
-                                    "=r,r,r", [kT, high], dtype=gl.bfloat16, is_pure=True, pack=2)
+    low = gl.inline_asm_elementwise("{ .reg .b32 minus; xor.b32 minus, $2, 0x80008000;"
+                                    " fma.rn.bf16x2 $0, $1, $1, minus; }", "=r,r,r",
+                                    [kT, high], dtype=gl.bfloat16, is_pure=True, pack=2)
     C: gl.constexpr = kT.shape[1]
     R: gl.constexpr = 16 if NW == 1 and BD == 32 else BD                           # all rows are equal: 16 are enough
     ones = gl.full([R, kT.shape[0]], 1.0, gl.bfloat16, LEFT)
@@ -195,9 +201,10 @@ def _add_products(a, b, total):
 @gluon.jit(do_not_specialize=["T"])
 def _exact_fwd_kernel(
         x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, DV, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
-        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr, SAVE: gl.constexpr, READ: gl.constexpr,
-        HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_H0: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
+        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
+        SAVE: gl.constexpr, READ: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
+        HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr,
+        ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and what waits for nothing. Region 2: what needs its U.
     # Copies run NS chunks ahead in a ring: after region 1 nobody reads a slot, so chunk c + NS goes where c was.
     C: gl.constexpr = 16
@@ -341,7 +348,7 @@ def _exact_fwd_kernel(
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
             Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
-            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y)      # what is not finite shows from its own step on
+            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # what is not finite shows from here on
             if HAS_Z:
                 Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
@@ -364,7 +371,8 @@ def _exact_bwd_kernel(
         sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
         VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
         HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr, ONE_STRIDE: gl.constexpr):
+        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr,
+        ONE_STRIDE: gl.constexpr):
     # Chunks from the last to the first; both substitutions (U forwards, W backwards) run side by side.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
@@ -383,15 +391,16 @@ def _exact_bwd_kernel(
         else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
     states: gl.constexpr = (
         gl.SwizzledSharedLayout(4, 2, 4, [1, 0]) if N > 16
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]])
+        if BD == 32
         else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # BD = 16: lanes 0 to 15 do U, 16 to 31 W, and names in p are pairs of tiles. Step 15 - i is i with all bits turned over:
-    # what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse order. Each bit
-    # is turned over where lanes hold it: Triton before its pull request 11566 adds the places of registers instead of turning bits.
+    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; names in p are pairs of tiles. Step 15 - i is i with all bits turned
+    # over: what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse.
+    # Each bit is turned over where lanes hold it: Triton before its pull request 11566 adds registers' places.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
     rates: gl.constexpr = gl.SharedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 8, 0], [1, 9, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
@@ -414,8 +423,8 @@ def _exact_bwd_kernel(
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
-    # Channels that the last block of a ragged width shares with the one before are computed twice, with the same bits, and stored
-    # by both; only sums over channels must have them once.
+    # Channels that the last block of a ragged width shares with the one before are computed twice, with the same
+    # bits, and stored by both; only sums over channels must have them once.
     d0 = _first_channel(pd, DV, BD, VEC) if RAGGED_D else pd * BD
     dT = d0 + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
@@ -435,7 +444,7 @@ def _exact_bwd_kernel(
     oS = dS[:, None] * N + nS[None, :]
     mS = dS[:, None] < D
     dR = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
-    dR = gl.minimum(dR, D - 1) if NARROW else dR               # channels beyond D: any state will do, their dY and W are 0
+    dR = gl.minimum(dR, D - 1) if NARROW else dR # channels beyond D: any state will do, their dY and W are 0
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
@@ -511,7 +520,7 @@ def _exact_bwd_kernel(
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
     ads = gl.zeros([128 // BD, BD], gl.float32, TILE)
     begin = 0
-    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the sequence's last chunk, which may lack rows, by itself
+    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the last chunk, which may lack rows, by itself
         end = gl.minimum(NC, 1) if LAST else NC
         for i_ in range(begin, end):
             c = NC - 1 - i_
@@ -559,7 +568,7 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            if BD < 32 and N == 16:                        # early, while there are registers to spare: later, nothing hides its wait
+            if BD < 32 and N == 16: # early, while there are registers to spare: later, nothing hides its wait
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
@@ -697,7 +706,7 @@ def _exact_bwd_kernel(
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-032
-FEW_WARPS = 8448   # below this many batch * channels (two warps a scheduler) a program gets two warps, or half the channels
+FEW_WARPS = 8448 # of batch * channels (two warps a scheduler): below, a program gets two warps or half the channels
 
 def exact_plan(
     B: int, T: int, D: int, N: int,
@@ -712,8 +721,8 @@ def exact_plan(
     chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
     tight = few or NP >= 64                 # too few programs, or a state too wide for the registers of one warp
-    return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16, False,
-                        n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
+    return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16,
+                        False, n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-034
 ONE_ROUND = 528    # programs of the forward that run at once, four on each of 132 multiprocessors
@@ -734,7 +743,7 @@ def _leave_to_cache(
     "Let a kernel take the shared memory of so many programs only: a hint to the driver; what is left is first cache."
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = programs * (kernel.metadata.shared + 1024) # a kilobyte is the system's
-    percent = 100 * needed // gpu.shared_memory_per_multiprocessor # rounded down: the driver takes the next setting above
+    percent = 100 * needed // gpu.shared_memory_per_multiprocessor # the driver rounds up
     _divide(kernel, min(100, percent))
 
 def _ring(
@@ -745,7 +754,7 @@ def _ring(
     if direction == "forward":
         if plan.NP > 16:
             return 4
-        if plan.D % 16:           # rows that do not begin with a sector; copies of less than 16 bytes want room in the L1 cache
+        if plan.D % 16: # rows begin inside a sector; copies of less than 16 bytes want room in the L1 cache
             return 4 if _vector(plan.D) == 8 else 3
         return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
@@ -756,7 +765,7 @@ def _one_minimum(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
 
 def _registers(plan: PortablePlan, gate: bool) -> int | None:
-    "Most registers of a lane in the forward; None: the compiler's choice, which is up to a fifth slower in the two other cases."
+    "Most registers of a lane in the forward; None: the compiler's choice, up to a fifth slower in the two other cases."
     if plan.NP > 16 or (gate and plan.warps == 1):
         return None
     return 208 if plan.warps == 2 else 224
@@ -792,10 +801,12 @@ def exact_forward(
     ckpt, packed = new(p.chunks if save else 0, p.D, p.NP), cu_seqlens is not None
     kernel = _exact_fwd_kernel[(p.n_seq * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
-        *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save,
-        READ=read, HAS_BIAS=bias is not None, HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
-        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p, z is not None or not read), num_warps=p.warps, enable_fp_fusion=False)
+        *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps,
+        NS=_ring(p) if read else 4, SAVE=save, READ=read, HAS_BIAS=bias is not None,
+        HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
+        RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
+        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p, z is not None or not read), num_warps=p.warps,
+        enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, final[..., : p.N].contiguous(), ckpt
@@ -823,10 +834,11 @@ def exact_backward(
     kernel = _exact_bwd_kernel[(p.n_seq * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
-        *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
-        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D > p.BD and p.D % p.BD != 0,
-        NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=1, enable_fp_fusion=False)
+        *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1,
+        NS=_ring(p, "backward"), HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None,
+        HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=_masked(p, 16, packed),
+        RAGGED_D=p.D > p.BD and p.D % p.BD != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
+        num_warps=1, enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 5)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,

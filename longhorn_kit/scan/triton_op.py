@@ -54,7 +54,7 @@ def fast_kernels_work(
     return why is None
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-012
-TRIAL = (   # T, D, N, bounds of packed sequences: several segments, also packed; the second with states, bias and skip too
+TRIAL = (   # T, D, N, bounds of packed sequences: several segments; the second also with states, bias and skip
     (600, 40, 16, None), (600, 40, 64, (0, 7, 600)))
 
 
@@ -124,7 +124,8 @@ def _path_kernels(path, form, checkpoint_every=0):
     if path != "portable":
         return partial(selective_plan, path), diagonal_forward, diagonal_backward
     plan = lambda *sizes: portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
-    forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(p, q, k, x, b, bias, skip, z, A, *rest)
+    forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(
+        p, q, k, x, b, bias, skip, z, A, *rest)
     backward = lambda p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None: portable_backward(
         p, g, gT, c, q, k, x, b, bias, skip, z, A, cu)
     return plan, forward, backward
@@ -163,13 +164,15 @@ def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
         A = A.reshape(-1, L, A.shape[-1]) if path == "s6_timed" else A
         initial_state = kept.transpose(1, 2)[..., : k.shape[-1]]
     bare = dict(read=False) if path == "exact" else {} if A is None else dict(A=A)     # states only
-    return forward(plan(*_sizes(k, x, cu_seqlens, "forward")), k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
+    plan = plan(*_sizes(k, x, cu_seqlens, "forward"))
+    return forward(plan, k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-023
 @custom_op("longhorn_kit::scan", mutates_args=())
 def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
           A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-          form: str, checkpoint_every: int, save: bool, kernels: str, checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+          form: str, checkpoint_every: int, save: bool, kernels: str,
+          checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x, checkpoint_every)
     plan, forward, _ = _path_kernels(path, form, checkpoint_every)
@@ -216,7 +219,8 @@ def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor,
 
 
 @_scan_backward.register_fake
-def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, checked=True):
+def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every,
+      checked=True):
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
     initial = torch.empty((n, x.shape[2], k.shape[2]), device=x.device, dtype=torch.float32)
@@ -224,8 +228,8 @@ def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_se
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-026
 def _setup(ctx, inputs, output):
-    q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, ctx.form, ctx.checkpoint_every, ctx.saved, *ctx.rest = inputs
-    ctx.save_for_backward(output[2], q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens)
+    ctx.form, ctx.checkpoint_every, ctx.saved, *ctx.rest = inputs[10:]
+    ctx.save_for_backward(output[2], *inputs[:10])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
@@ -259,7 +263,8 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     # by name, not `_scan`: where a notebook and the package both define the operation, the last one is valid
-    scan, kernels = torch.ops.longhorn_kit.scan.default, f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
+    scan = torch.ops.longhorn_kit.scan.default
+    kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]),
                          learns and not torch.compiler.is_exporting(), kernels, cu_seqlens is None or not traced())
     return out, final

@@ -116,8 +116,9 @@ def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.c
 
 # %% ../../nbs/scan/22_triton_selective.ipynb #22_triton_selective-021
 @gluon.jit
-def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr, VEC: gl.constexpr, RULE: gl.constexpr):
-    # Four steps forward, the states before them kept in registers, then back. A lane sums what it holds, then lanes meet.
+def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
+                    VEC: gl.constexpr, RULE: gl.constexpr):
+    # Four steps forward, the states before kept in registers, then back. A lane sums what it holds, then lanes meet.
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     states = ()
@@ -220,4 +221,5 @@ SELECTIVE_RULES = {
 
 def selective_plan(rule: str, *sizes, **options) -> PortablePlan:
     "`diagonal_plan` for \"s6\", \"s6_timed\" or \"decoupled\"."
-    return replace(diagonal_plan(*sizes, wide=False, **options), rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_timed" else 2)
+    plan = diagonal_plan(*sizes, wide=False, **options)
+    return replace(plan, rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_timed" else 2)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .triton_conv import changed, unwatched
-from .triton_portable import INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _rate, _sigmoid, on_its_device
+from .triton_portable import (
+    INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _last_contiguous, _rate, _sigmoid, on_its_device)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
@@ -66,14 +67,10 @@ def step_block(
     return block
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-012
-def _row(t):
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
 @on_its_device
 def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
     "One step from `state` to `after` (B,D,N), contiguous, maybe the same tensor: out (B,D)."
-    q, k, x, b, z = map(_row, (q, k, x, b, z))
+    q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
     bias, skip, A = (t if t is None else t.contiguous() for t in (bias, skip, A))
     B, D, N = state.shape
     out = torch.empty(B, D, device=x.device, dtype=torch.float32 if INTERPRETED else x.dtype)
@@ -99,7 +96,7 @@ _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(rule, q, k, x, b, A, state, bias, skip, z):
-    return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty(state.shape, device=x.device, dtype=torch.float32)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), state.new_empty(state.shape, dtype=torch.float32)
 
 
 @custom_op("longhorn_kit::step_", mutates_args=("state",))
@@ -125,7 +122,7 @@ def triton_step(
     z: Tensor | None = None,    # (B,D) gate
     inplace: bool = False, # write the next state into `state`
 ):
-    "One step on checked arguments, without gradients: (out (B,D) in x.dtype, next state (B,D,N), fp32 unless in place)."
+    "One step on checked arguments, without gradients: out (B,D) in x.dtype, next state (B,D,N), fp32 unless in place."
     args = (rule, q, k, x, b, A, state, bias, skip, z)
     if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
         if unwatched():

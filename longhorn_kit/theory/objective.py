@@ -84,7 +84,7 @@ def minimise_descent(
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * g.abs().max().item()
     for n in range(max_steps):
-        still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax((-2, -1), keepdim=True) # moves rounding only
+        still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax((-2, -1), keepdim=True) # only rounding
         if (g.abs() <= goal).all() or n and still.all(): return S
         S_next = S - step * g
         g_next = gradient_of(f, S_next)
@@ -146,7 +146,7 @@ class Objective:
         S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         f = lambda S: self(S, S_prev, k, x, **params)
-        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # a state for each problem of a batch
+        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # a state a problem
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-031
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")
