@@ -152,8 +152,8 @@ def put_rows(
     "`whole` with these rows replaced, in place."
     if whole.shape[1:] != part.shape[1:]:
         raise ValueError("this mixer's cache grows with the text, so texts that end in different places cannot share "
-                         "one; pad in front, give prompts of one length at a time, or pass use_cache=False "
-                         "where nothing is to follow")
+                         "one; pad in front, give prompts of one length at a time, or where nothing is to follow "
+                         "pass use_cache=False")
     whole[rows] = part.to(whole.dtype)
     return whole
 
