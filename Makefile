@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test test-slow test-gpu lab sync outputs docs readme release clean
+.PHONY: help install reproduce claims test test-all test-slow faults test-gpu lab sync outputs docs readme release clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,13 @@ claims: $(STAMP) ## print the ledger: the paper's numbers, ours, the verdict
 test: $(STAMP) ## run every notebook, the tests, and the check that notebooks and package agree
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh
 
-test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several processes, compilers, many draws
+test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several processes, clusters, compilers, many draws
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+
+faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m faults tests/test_faults.py
+
+test-all: test-slow faults ## run every long check (under an hour; `make test` is apart)
 
 test-gpu: ## run every test that needs a GPU with the Python that is found, and write tests/gpu.json
 	@$(PYTHON) tests/gpu.py

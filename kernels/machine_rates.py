@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""What a machine does to a training step, measured: products at the shapes of models, pointwise operations, the host's
-time for one operation, and collectives between GPUs. The planner (longhorn_kit.lab.planner) reads the record.
+"""Measure what a machine does to a training step beside its kernels: the host's time for one operation, and collectives
+between GPUs. The planner (longhorn_kit.lab.planner) reads the record.
 
     python kernels/machine_rates.py                      # all GPUs there are: 1, 2, 4, ... of them; about a minute
     python kernels/machine_rates.py --gpus 1             # no collectives
     python kernels/machine_rates.py --device cpu         # rehearsal with gloo at toy sizes; its times mean nothing
 
-Writes kernels/results/machine_<gpu>.json, whole or not at all. Products are checked against float32 before they are
-timed, collectives against the sum they should give. A number of GPUs that was measured before and is not measured now
-stays in the record when the GPU, torch and CUDA are the same.
+Writes kernels/results/machine_<gpu>.json, whole or not at all. Collectives are checked against the sum they should give. A
+number of GPUs that was measured before and is not measured now stays in the record when the GPU, torch and CUDA are the same.
 """
 import argparse
 import json
@@ -16,7 +15,6 @@ import os
 import pathlib
 import platform
 import socket
-import statistics
 import sys
 import time
 
@@ -24,102 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]   # the checkout, not another installed version
 
 RESULTS = ROOT / "kernels" / "results"
-WIDTHS = (512, 768, 1024, 2048)      # d_model of the presets small, owt-120m, owt-350m, slimpajama-1.3b
-TOKENS = (8192, 24576, 65536, 131072) # in one part of a step
-ODD = 776                            # d_model of longhorn_scalar as large as owt-120m: its products have odd sides
-VOCABULARY, SLICE = 50304, 8192      # of GPT-2, padded; tokens whose logits exist at a time
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)   # bytes of the whole tensor
-
-
-def product_shapes(small=False):
-    "(M, K, N) of the products in a step: forward, gradient of the input, gradient of the weight."
-    if small:
-        return [(64, 32, 48), (48, 64, 32)]
-    shapes = set()
-    for d in WIDTHS:
-        D, rank = 2 * d, -(-d // 16)
-        layers = [(d, 2 * D), (D, rank + 32), (rank, D), (D, d),                       # Longhorn, Mamba
-                  (d, 3 * d), (d, d), (d, 2 * (8 * d // 3 // 16 * 16)), (8 * d // 3 // 16 * 16, d)]   # attention, MLP
-        for M in TOKENS:
-            for K, N in layers:
-                shapes |= {(M, K, N), (M, N, K), (N, M, K)}
-        shapes |= {(SLICE, d, VOCABULARY), (SLICE, VOCABULARY, d), (VOCABULARY, SLICE, d)}
-    rank = -(-ODD // 16)
-    for M in TOKENS:
-        for K, N in [(2 * ODD, rank + 32), (rank, 1)]:
-            shapes |= {(M, K, N), (M, N, K), (N, M, K)}
-    return sorted(shapes)
-
-
-def milliseconds(run, device, seconds=0.02):
-    "Median time of a call, of three or more, on a warm device."
-    run()
-    if device.type == "cpu":
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return statistics.median(times)
-    import torch
-    flush = torch.empty(1 << 26, dtype=torch.int32, device=device)   # twice the cache of the GPU
-    times, spent = [], time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - spent < seconds:
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def products(device, small, budget):
-    "Times of products in bfloat16 with operands as autograd has them, the checked ones only."
-    import torch
-    rows, begin = [], time.monotonic()
-    for M, K, N in product_shapes(small):
-        if time.monotonic() - begin > budget:
-            print(f"products: out of time before {M} x {K} x {N}", file=sys.stderr)
-            break
-        a, b = torch.randn(M, K, device=device).bfloat16(), torch.randn(N, K, device=device).bfloat16()
-        wrong = ((a[:64] @ b.T).float() - a[:64].float() @ b.float().T).norm() / (64 * N * K) ** 0.5
-        if not wrong < 0.01:
-            raise SystemExit(f"machine_rates: the product {M} x {K} x {N} is wrong by {wrong:.2g}")
-        rows.append(dict(M=M, K=K, N=N, dtype="bfloat16", ms=float(f"{milliseconds(lambda: a @ b.T, device):.5g}")))
-    return rows
-
-
-def pointwise(device, small):
-    "Times of the pointwise operations of a block, with the bytes that each reads and writes."
-    import torch
-    import torch.nn.functional as F
-    M, d, V, S = (64, 32, 100, 64) if small else (24576, 768, VOCABULARY, SLICE)
-    h, y = torch.randn(M, d, device=device), torch.randn(M, d, device=device).bfloat16()
-    wide, weight = torch.randn(M, 2 * d, device=device).bfloat16(), torch.ones(d, device=device)
-    other, second, half = wide.clone(), h.clone(), wide[:, :d]
-    logits = torch.randn(S, V, device=device)
-    work = {
-        "cast to bf16": (6 * M * d, lambda: h.bfloat16()),
-        "cast to fp32": (6 * M * d, lambda: y.float()),
-        "residual": (10 * M * d, lambda: h + y),
-        "add fp32": (12 * M * d, lambda: h + second),
-        "add bf16": (12 * M * d, lambda: wide + other),
-        "join": (16 * M * d, lambda: torch.cat([wide, other], -1)),
-        "silu of half a row": (4 * M * d, lambda: F.silu(half)),   # these two go one by one
-        "times half a row": (6 * M * d, lambda: half * y),
-        "rms_norm": (8 * M * d, lambda: F.rms_norm(h, (d,), weight)),
-        "silu times": (20 * M * d, lambda: F.silu(wide) * wide),   # two operations: 8 and 12
-        "log_softmax": (8 * S * V, lambda: torch.log_softmax(logits, -1)),
-        "exp": (8 * S * V, lambda: logits.exp()),
-    }
-    grown = [t.requires_grad_() for t in (h.clone(), weight.clone(), logits.clone())]
-    normed, logs = F.rms_norm(grown[0], (d,), grown[1]), torch.log_softmax(grown[2], -1)
-    work["rms_norm backward"] = (12 * M * d, lambda: torch.autograd.grad(normed, grown[:2], h, retain_graph=True))
-    work["log_softmax backward"] = (12 * S * V, lambda: torch.autograd.grad(logs, grown[2], logits, retain_graph=True))
-    return [dict(name=name, bytes=size, ms=float(f"{milliseconds(run, device):.5g}")) for name, (size, run) in work.items()]
 
 
 def launch_us(device, count=2000):
@@ -229,7 +133,6 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to connect (default 2, 4, 8 as far as there are)")
-    parser.add_argument("--budget", type=float, default=180, help="seconds for the products (default 180)")
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--out", type=pathlib.Path, help="file to write (default kernels/results/machine_<gpu>.json)")
     return parser.parse_args(argv)
@@ -264,15 +167,11 @@ def main(argv=None):
     record = dict(gpu=gpu, python=platform.python_version(), torch=torch.__version__,
                   cuda=None if small else torch.version.cuda, commit=args.commit or commit_of_kit(),
                   command="python kernels/machine_rates.py" + (" --device cpu" if small else ""),
-                  measure="median; products and pointwise by CUDA events with a cold cache; collectives on the host's clock, "
-                          "the slowest process counts; bytes of a collective are those of the whole tensor",
+                  measure="median; collectives on the host's clock, the slowest process counts; "
+                          "bytes of a collective are those of the whole tensor",
                   memory_bytes=None if small else torch.cuda.get_device_properties(0).total_memory)
-    torch.manual_seed(0)
     record["launch_us"] = launch_us(device)
-    record["pointwise"] = pointwise(device, small)
-    record["products"] = products(device, small, args.budget)
-    print(f"{len(record['products'])} products, {len(record['pointwise'])} pointwise operations, "
-          f"{record['launch_us']} us to launch one", flush=True)
+    print(f"{record['launch_us']} us to launch an operation", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         record["collectives"] = collectives(worlds, args.device, sizes, folder)
     record["seconds"] = round(time.monotonic() - begin)

@@ -30,6 +30,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        for mark in ("slow", "release"):
+        for mark in ("slow", "faults", "release"):
             if mark in item.keywords and mark not in asked:
                 item.add_marker(pytest.mark.skip(reason=f"{mark}: run with -m {mark}"))

@@ -16,7 +16,7 @@ from longhorn_kit.lab.language import LMPreset
 from longhorn_kit.lab.language_grid import (
     MAIN, OTHERS, SECOND, SETTINGS, LanguageGrid, efficiency, figures, grid_from, in_order, kind_of, next_job, open_texts, paired,
     preset_of, run, settings_of, tables, throughput, throughput_table, timing_jobs)
-from longhorn_kit.lab.mqar_grid import Results, Turns, key_of
+from longhorn_kit.lab.language_grid import Results, Turns, key_of
 from longhorn_kit.records import read_json, read_jsonl, to_plain
 from longhorn_kit.lab.training import TrainConfig, TrainingDiverged
 from longhorn_kit.models import MIXERS, SequenceLM

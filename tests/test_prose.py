@@ -219,7 +219,6 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
         "1.35 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
 }
 GIVEN = { # page -> number as written -> why no record of ours holds it
-    "nbs/lab/33_mqar_grid.ipynb": {"700 W": "what the maker of the H200 allows it to draw"},
     "nbs/scan/14_triton_exact.ipynb": {"1.53 ms": "an aim, set before the kernels were written"},
     "nbs/scan/16_speed.ipynb": dict.fromkeys(("1.53 ms", "0.29 ms", "3.34 ms"), "aims, set before the kernels were written"),
 }

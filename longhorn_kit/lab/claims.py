@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'LANGUAGE', 'CLAIMS', 'BIG', 'PAPER_KERNEL', 'Claim', 'judged', 'settled', 'train_all',
-           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'find_claim', 'claim_module', 'runnable']
+           'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims', 'find_claim',
+           'find_experiment', 'runnable']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
 import difflib
@@ -12,15 +13,18 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from statistics import mean
 from types import ModuleType
 
+import longhorn_kit.lab
 from .compare import (
     EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_vision, compare_language, compare_length, compare_mqar,
     compare_needles, compare_recall, compare_states, compare_times, compare_tokens, compare_training, compare_vision, no_fast_kernel)
 from .published import (
     CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, NAMES, OFFICIAL_PARAMETERS, THREAD, recall_gains)
+from .run import Experiment
 from .stats import LEVEL, Comparison, Judgement, judge
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-005
@@ -32,7 +36,7 @@ class Claim:
     published: str  # the number
     source: str     # where the number stands
     rule: str       # what would count as holding
-    module: str | None = None       # has run, figures and tables; None if the kit has no run
+    module: str | None = None       # has an EXPERIMENT; None if the kit has no run
     compare: Callable | None = None # record -> list of `Comparison`
     about: Callable | None = None   # record -> how it was run, in words
     reads: str | None = None        # the claim whose record `compare` reads, if not its own
@@ -199,7 +203,7 @@ CLAIMS += [
         name="mqar", published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2", source="public summary of the paper",
         statement="On multi-query associative recall Longhorn reaches higher accuracy than other state-space models of the same size.",
         rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer",
-        module="longhorn_kit.lab.mqar_grid", compare=compare_mqar, about=about_mqar,
+        module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
         minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",)),
     Claim(
         name="exact-mqar", source="this kit", published="–",
@@ -213,7 +217,7 @@ CLAIMS += [
         name="vision", published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)", source="Vision Mamba's code",
         statement="In Vision Mamba's place, Longhorn is as good or better on ImageNet.",
         rule="top-1 accuracy at most 0.5 points below that of the same model with Mamba's scan, trained the same way",
-        module="longhorn_kit.lab.vision_runs", compare=compare_vision, about=about_vision,
+        module="longhorn_kit.lab.vision", compare=compare_vision, about=about_vision,
         minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",),
         commands={"paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"}),
 ]
@@ -326,23 +330,34 @@ def suggest(
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
 
+@cache
+def claim_modules() -> list[ModuleType]:
+    "Import the other modules of the lab that have claims: those with a line `CLAIMS = [...]`."
+    paths = sorted(Path(longhorn_kit.lab.__path__[0]).glob("*.py"))
+    names = [path.stem for path in paths if path.stem != "claims" and "\nCLAIMS = " in path.read_text(encoding="utf-8")]
+    return [importlib.import_module(f"longhorn_kit.lab.{name}") for name in names]
+
+def all_claims() -> list[Claim]:
+    "Return the rows of this page, then those of pages that bring their experiment and its claim."
+    return CLAIMS + [claim for module in claim_modules() for claim in module.CLAIMS]
+
 def find_claim(
     name: str, # a claim's short id
 ) -> Claim:
     "Return the claim with this name; raises ValueError with the nearest name if it is unknown."
-    for claim in CLAIMS:
-        if claim.name == name:
-            return claim
-    raise ValueError(f"unknown claim '{name}'{suggest(name, [claim.name for claim in CLAIMS])}")
+    known = {claim.name: claim for claim in all_claims()}
+    if name not in known:
+        raise ValueError(f"unknown claim '{name}'{suggest(name, list(known))}")
+    return known[name]
 
-def claim_module(
-    claim: Claim,
-) -> ModuleType | None: # with run, figures, tables and SCALES
-    "Import and return the module that runs a claim; None if the kit has no run."
-    return importlib.import_module(claim.module) if claim.module else None
+def find_experiment(
+    claim: Claim, # that has a module
+) -> Experiment:
+    "Import the experiment of a claim."
+    return importlib.import_module(claim.module).EXPERIMENT
 
 def runnable(
     scale: str, # "laptop", "gpu" or "paper"
 ) -> list[Claim]:
     "Return the claims that have a run at this scale, in the ledger's order."
-    return [claim for claim in CLAIMS if claim.module and scale in claim.minutes]
+    return [claim for claim in all_claims() if claim.module and scale in claim.minutes]

@@ -63,7 +63,7 @@ MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet
 EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
 
 def mqar_cells(
-    record: dict,         # of `longhorn_kit.lab.mqar_grid`
+    record: dict,         # of `longhorn_kit.lab.mqar`
     d_state: int = 16,
 ) -> list[dict]:          # one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
@@ -74,7 +74,7 @@ def mqar_cells(
     return [places[place] for place in sorted(places)]
 
 def both_cells(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
     first: str,
     second: str,
 ) -> list[tuple[dict, dict]]:
@@ -92,7 +92,7 @@ def limited(cell):
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-014
 def compare_mqar(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
     pairs: tuple = MQAR_PAIRS,
 ) -> list[Comparison]:
     "Compare two models by the mean accuracy over the cells that count for both."
@@ -109,7 +109,7 @@ def compare_mqar(
     return found
 
 def about_mqar(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
 ) -> str:
     "Say how a grid was run: seeds won, tied and lost over all its cells, and the states at one width."
     texts = []
@@ -124,7 +124,7 @@ def about_mqar(
             f"{', '.join(f'{lr:g}' for lr in sorted(record['settings']['lrs']))}, chosen on the first judged seed")
 
 def compare_states(
-    record: dict, # of `longhorn_kit.lab.mqar_grid`
+    record: dict, # of `longhorn_kit.lab.mqar`
 ) -> list[Comparison]:
     "Compare a larger state with the usual one, at the one size where both were trained."
     usual, found = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1], []
@@ -276,18 +276,18 @@ def about_length(record):
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-025
 def compare_vision(
-    record: dict, # of `longhorn_kit.lab.vision_runs`
+    record: dict, # of `longhorn_kit.lab.vision`
 ) -> list[Comparison]:
     "Compare top-1 accuracy with Mamba's scan in the same model."
-    top1, rate = record["results"]["top1"], record["settings"]["fit"]["lr"]
+    top1, rate = record["results"]["top1"], record["settings"]["lr"]
     return [Comparison(f"{NAMES[name]} as good as Mamba", tuple(100 * (x - y) for x, y in zip(top1[name], top1["mamba"])),
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 
 def about_vision(record):
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
-    return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, {record['settings']['fit']['epochs']} epochs; "
-            f"learning rate {record['settings']['fit']['lr']:g} only")
+    return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, {record['settings']['epochs']} epochs; "
+            f"learning rate {record['settings']['lr']:g} only")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-027
 SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}

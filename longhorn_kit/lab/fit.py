@@ -52,17 +52,18 @@ def fit(
     lr: float,                # the highest learning rate
     warmup: int = 0,          # steps
     min_lr_ratio: float = 0.1, # of the last rate to the highest
-    weight_decay: float = 0.1, # of matrices
+    weight_decay: float = 0.1, # of matrices, unless `groups` says more
+    groups: list | None = None, # the optimizer's parameter groups
     betas: tuple = (0.9, 0.999),
     clip: float = math.inf,   # largest norm of the gradient
     bf16: bool = False,       # matrix products in bfloat16
-    stop: Callable | None = None, # measures of a point -> whether to stop there
+    watch: Callable | None = None, # called with the measures of every point; True stops the training
     log_every: int = 50,      # steps per point of the curve
 ) -> tuple[list[int], Tensor]: # steps (points,), measures (points, ...)
     "Train, and return the learning curve: the measures, averaged over every `log_every` steps."
     device = next(model.parameters()).device
     on_gpu, lr_now = device.type == "cuda", torch.tensor(0.0, device=device)
-    groups, every = parameter_groups(model, weight_decay), list(model.parameters())
+    groups, every = groups or parameter_groups(model, weight_decay), list(model.parameters())
     optimizer = torch.optim.AdamW(groups, lr_now if on_gpu else lr, betas, fused=on_gpu, capturable=on_gpu)
     inputs, total, graph, at, curve = [], [], None, [], []
 
@@ -90,7 +91,7 @@ def fit(
                 at.append(number + 1)
                 curve.append((total[0] / (at[-1] - (at[-2] if len(at) > 1 else 0))).cpu())
                 total[0].zero_()
-                if stop and stop(curve[-1]):
+                if watch and watch(curve[-1]):
                     break
     return at, torch.stack(curve)
 

@@ -284,7 +284,7 @@ def ledger(
 ) -> Ledger:
     "Return every claim with everything found about it: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
-    return Ledger(row for claim in claims.CLAIMS for row in _rows_of_claim(claim, Path(runs), results))
+    return Ledger(row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results))
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-100
 def section(

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 
 from . import claims
-from .claims import Claim, claim_module, find_claim
+from .claims import Claim, find_claim
 from .forest import forest
 from .ledger import Ledger, Row, by_claim, cells, judge_record, reason, rerun_command
 from ..records import atomic_file
@@ -128,18 +128,13 @@ def part_of(
     record: dict, # record of a claim that has a module
 ) -> Part:
     "The record with its module's figures, tables and, where the module has them, samples."
-    from longhorn_kit.plots import use_style
-    use_style()
-    module = claim_module(find_claim(record["claim"]))
-    samples = getattr(module, "samples", None)
-    texts = samples(record) if samples else []
-    return Part(record, module.figures(record), module.tables(record), texts)
+    return Part(record)
 
 def rows_of(
     record: dict,
 ) -> list[Row]:
     "Return the ledger rows of every claim that this record speaks to."
-    read = [claim for claim in claims.CLAIMS if claim.compare and (claim.reads or claim.name) == record["claim"]]
+    read = [claim for claim in claims.CLAIMS if claim.compare and (claim.reads or claim.name) == record["experiment"]]
     return [Row(claim, *pair, record["scale"]) for claim in read for pair in judge_record(claim, record)]
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-028
@@ -178,7 +173,7 @@ def run_html(
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd>"
                    for name, value in machine.items() if value is not None)
     settings = escape(json.dumps(record["settings"], indent=2, ensure_ascii=False))
-    again = rerun_command(record["claim"], record["scale"], record)
+    again = rerun_command(record["experiment"], record["scale"], record)
     again += " --fresh" if again.startswith("longhorn reproduce") else ""
     return (f'<div class="run"><p>Took {duration(record["seconds"])}. '
             f"Run it again: <code>{escape(again)}</code></p>"
@@ -193,7 +188,7 @@ def anchor(
     record: dict,
 ) -> str:
     "The id of a record's section."
-    return escape(f"{record['claim']}-{record['scale']}")
+    return escape(f"{record['experiment']}-{record['scale']}")
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-031
 def part_html(
@@ -203,7 +198,7 @@ def part_html(
     record = part.record
     samples = (f"<h3>{inline(name)}</h3><pre>{escape(readable(text))}</pre>"
                for name, text in part.samples)
-    title = f"{record['claim'].replace('-', ' ').capitalize()}, {record['scale']} scale"
+    title = f"{record['experiment'].replace('-', ' ').capitalize()}, {record['scale']} scale"
     return "\n".join([
         f'<section id="{anchor(record)}"><h2>{escape(title)}</h2>',
         *(claim_html(*group) for group in by_claim(rows_of(record))),
@@ -298,7 +293,7 @@ def summary_html(
     "Return a line per run: a link to its section, and how long it took."
     if not records:
         return "<p>Nothing has been run yet: <code>longhorn reproduce --scale laptop</code>.</p>"
-    links = (f'<a href="#{anchor(record)}">{escape(record["claim"])}, {escape(record["scale"])}</a> ({duration(record["seconds"])})'
+    links = (f'<a href="#{anchor(record)}">{escape(record["experiment"])}, {escape(record["scale"])}</a> ({duration(record["seconds"])})'
              for record in records)
     return f"<p>Runs: {'; '.join(links)}.</p>"
 

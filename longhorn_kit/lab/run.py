@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ERRORS', 'LOSSES', 'LOST', 'LATER', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread', 'Here', 'Lost',
            'LocalJob', 'in_process', 'end_with_driver', 'Processes', 'Slurm', 'Dask', 'cluster_library', 'drive',
-           'collect', 'stop', 'run', 'finish', 'engine_for', 'visible_gpus', 'without_later', 'end_with',
+           'collect', 'stop', 'run', 'finished', 'finish', 'engine_for', 'visible_gpus', 'without_later', 'end_with',
            'side_by_side']
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-003
@@ -42,7 +42,7 @@ class Experiment:
         return replace(self.presets[scale], **overrides)
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-010
-ERRORS, LOSSES = 3, 20 # a job is given up after so many errors, or so many lost processes
+ERRORS, LOSSES = 2, 20 # a job is given up after so many errors, or so many lost processes
 
 class Results:
     "Metrics of the finished jobs of a run, found by their settings."
@@ -299,21 +299,36 @@ def run(
     scale: str = "laptop",
     folder: str | Path | None = None, # of the run; None: runs/NAME/SCALE
     launcher: str = "local",     # "local", "slurm" or "dask"
-    workers: int | None = None,  # jobs at a time; 0: in this process; None: one per GPU or core
+    workers: int | None = None,  # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
     minutes: float = math.inf,   # when to stop, done or not
     options: dict | None = None, # of submitit
     **overrides,                 # fields of the preset to change
 ) -> dict:
     "Run what is missing of an experiment, write the record and return it."
     config, folder = experiment.config(scale, **overrides), Path(folder or f"runs/{experiment.name}/{scale}")
+    if record := finished(experiment, folder, config):
+        return record
     engine = engine_for(launcher, workers, config, folder, options or {}, experiment.run_job.__module__)
     results, started = Results(folder), time.time()
     left = drive(experiment, config, results, engine, started + 60 * minutes)
     return finish(experiment, scale, config, folder, results, left)
 
+def finished(
+    experiment: Experiment,
+    folder: Path, # of a run
+    config,       # its settings
+) -> dict | None:
+    "Return the record of a finished run with these settings; None without one, or if it is damaged."
+    try:
+        record = read_record(folder / "record.json")
+    except ValueError: # the jobs are summarized again
+        return None
+    return record if (record.get("experiment"), record.get("settings")) == (experiment.name, to_plain(asdict(config))) else None
+
 def finish(experiment, scale, config, folder, results, left):
     "Write the record of a run, or the partial one, and return it."
-    done = [row for settings in experiment.jobs(config, results) if (row := results.get(settings))]
+    known = {results.job_folder(settings): settings for settings in experiment.jobs(config, results)}
+    done = [row for settings in known.values() if (row := results.get(settings))]
     made = {name: sorted({row["made"][name] or "unknown" for row in done}) for name in ("commit", "device")}
     record = to_plain({
         "experiment": experiment.name, "scale": scale, "settings": asdict(config),
@@ -337,7 +352,8 @@ def engine_for(launcher, workers, config, folder, options, module):
     gpus = visible_gpus() if on_gpu else []
     if on_gpu and not gpus:
         raise ValueError("this scale needs a GPU, and this machine has none; scale laptop does not")
-    workers = (len(gpus) or os.cpu_count()) if workers is None else workers
+    if workers is None:
+        workers = len(gpus) * getattr(config, "per_gpu", 1) or os.cpu_count()
     return Processes(workers, gpus, module) if workers else Here()
 
 def visible_gpus() -> list[str]:

@@ -14,7 +14,34 @@ def renamed(record):
     return {"experiment" if name == "claim" else name: value for name, value in record.items()}
 
 
-CONVERT = {"recall": renamed, "mqar": renamed, "language": renamed, "extrapolation": renamed, "vision": renamed}
+def vision(record):
+    "Lay the recipe flat, always have a place for speeds and memories, and keep what was measured later beside the results."
+    settings, results, gpu = dict(record["settings"]), record["results"], record["scale"] == "gpu"
+    settings |= {"gpu": gpu, "data": "uoft-cs/cifar10" if gpu else "digits"}
+    results = results | {name: results.get(name, {}) for name in ("speeds", "memories")}
+    recipe = {"min_lr_ratio" if name == "lr_final" else name: value for name, value in settings.pop("fit").items() if name != "seed"}
+    later = {"measured_again": results.pop("measured_again")} if "measured_again" in results else {}
+    return renamed(record) | {"settings": settings | recipe, "results": results, **later}
+
+
+MQAR = ("length", "pairs", "rewritten", "guess", "d_model", "mixer", "options", "lr", "by_lr", "accuracy", "tests", "steps",
+        "curves", "parameters", "state_bytes")
+
+
+def mqar(record):
+    "Keep what is read of the grid's cells; settings, devices and commits stand where a run writes them today."
+    found, scale = record["results"], record["scale"]
+    inside = lambda cell: cell["inside"] and {name: cell["inside"][name] for name in ("asked", "changes")}
+    return renamed(record) | {
+        "settings": record["settings"] | {"layers": 2, "gpu": scale != "laptop"},
+        "results": {"cells": [{name: cell[name] for name in MQAR} | {"inside": inside(cell)} for cell in found["cells"]]},
+        "missing": {"laptop": 0, "gpu": 25}[scale], # counted in the lines of all jobs, which were kept beside the record
+        "made": {"commit": found.get("commits", [record["environment"]["commit"]]),
+                 "device": [name.replace("CPU", "cpu") for name in found["devices"]]},
+        "seconds": found["run_seconds"], "command": f"longhorn reproduce mqar --scale {scale}"}
+
+
+CONVERT = {"recall": renamed, "mqar": mqar, "language": renamed, "extrapolation": renamed, "vision": vision}
 
 
 def main(paths):

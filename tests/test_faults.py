@@ -1,0 +1,247 @@
+"""What kills, damage and full disks do to records, claims and exports: `make faults`. Children are forked from one warm process."""
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+
+from longhorn_kit import cli, records
+from longhorn_kit.lab import claims, run
+from longhorn_kit.lab.ledger import ledger, ledger_html, ledger_text
+from longhorn_kit.models import LMConfig, SequenceLM
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), fakes.claim("second")])
+    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
+    monkeypatch.setattr(run, "engine_for", lambda *_: run.Here())
+    monkeypatch.setattr(records, "commit_of_kit", lambda: None)
+    fakes.errors.clear()
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    return tmp_path
+
+
+def watch(folder, kill_at):
+    "Count the file operations under a folder from now on; kill this process before operation number `kill_at`."
+    seen = [0]
+
+    def step():
+        seen[0] += 1
+        if seen[0] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event, arguments):
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
+            if isinstance(arguments[0], (str, bytes, os.PathLike)) and str(folder) in os.path.abspath(os.fsdecode(arguments[0])):
+                step()
+
+    fsync, exchange = os.fsync, records.exchange
+    os.fsync = lambda handle: (step(), fsync(handle))
+    records.exchange = lambda one, other: (step(), exchange(one, other))[1]
+    sys.addaudithook(hook)
+    return seen
+
+
+def child(argv, folder, kill_at=0, limit=None):
+    "Run a command in a forked process; its exit code (-9 if killed), what it printed, its file operations."
+    counted, screen = os.pipe(), os.pipe() # a pipe has no limit of size
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            os.dup2(screen[1], 1), os.dup2(screen[1], 2), os.close(screen[1])
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            seen = watch(folder, kill_at)
+            code = cli.main(argv)
+            sys.stdout.flush(), sys.stderr.flush()
+            os.write(counted[1], str(seen[0]).encode())
+        finally:
+            os._exit(code)
+    os.close(counted[1]), os.close(screen[1])
+    with open(screen[0]) as file:
+        said = file.read()
+    with open(counted[0]) as file:
+        operations = int(file.read() or 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said, operations
+
+
+def files_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def told(text):
+    "The printed lines with numbers: verdicts and seconds of computing apart."
+    return [line for line in text.splitlines() if "score" in line or line.startswith("report")]
+
+
+def test_reproduce_killed_at_every_file_operation(here):
+    argv = lambda folder: ["reproduce", "--out", str(folder)]
+    code, said, operations = child(argv(here / "whole"), here / "whole")
+    assert code == 0 and operations > 20
+    numbers = lambda folder: [records.read_record(folder / name / "laptop" / "record.json")["results"] for name in ("fake", "second")]
+    for n in range(1, operations + 1):
+        folder = here / f"killed{n}"
+        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
+        for path in folder.rglob("*.json"): # what has its name is whole
+            assert path.name.startswith(".") or records.read_record(path)
+        code, again, _ = child(argv(folder), folder)
+        assert code == 0 and numbers(folder) == numbers(here / "whole")
+        assert [line.replace(folder.name, "whole") for line in told(again)] == told(said)
+        assert files_in(folder) == files_in(here / "whole")
+        shutil.rmtree(folder)
+
+
+def small_model(folder, seed):
+    torch.manual_seed(seed)
+    SequenceLM(LMConfig(vocab_size=256, d_model=8, n_layer=1)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    "Import here what an export and its reading import, so that the children need not."
+    folder = tmp_path_factory.mktemp("warm")
+    assert cli.main(["export", str(small_model(folder / "model", 0)), str(folder / "out")]) == 0
+    assert cli.main(["generate", str(folder / "out"), "--tokens", "1"]) == 0
+
+
+def writes(folder):
+    "What `longhorn generate` makes of a folder: exit code and everything printed."
+    return child(["generate", str(folder), "--tokens", "8", "--top-k", "1", "--prompt", "a"], folder.parent / "generate")[:2]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
+    if not swap: # a system that cannot exchange two folders in one step
+        monkeypatch.setattr(records, "exchange", lambda one, other: False)
+    old, new = small_model(here / "old", 0), small_model(here / "new", 1)
+    argv = lambda model, folder: ["export", str(model), str(folder)]
+    assert child(argv(old, here / "a" / "out"), here / "a")[0] == 0
+    shutil.copytree(here / "a", here / "b")
+    text_of_old = writes(here / "b" / "out")
+    code, _, operations = child(argv(new, here / "b" / "out"), here / "b")
+    text_of_new = writes(here / "b" / "out")
+    assert code == 0 and operations > 15 and text_of_old[0] == text_of_new[0] == 0 and text_of_old != text_of_new
+    found = set()
+    for n in range(1, operations + 1):
+        shutil.rmtree(here / "c", ignore_errors=True)
+        shutil.copytree(here / "a", here / "c")
+        assert child(argv(new, here / "c" / "out"), here / "c", n)[0] == -signal.SIGKILL
+        found.add(writes(here / "c" / "out"))
+        assert found <= {text_of_old, text_of_new}
+        assert child(argv(new, here / "c" / "out"), here / "c")[0] == 0
+        assert writes(here / "c" / "out") == text_of_new and files_in(here / "c") == files_in(here / "b")
+    assert found == {text_of_old, text_of_new}
+
+
+def damage(path, chance):
+    "Damage a file at random; how."
+    data, kind = bytearray(path.read_bytes()), chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
+    place = chance.randrange(max(1, len(data)))
+    if kind == "bit" and data:
+        data[place] ^= 1 << chance.randrange(8)
+    elif kind == "byte" and data:
+        data[place] = chance.randrange(256)
+    elif kind == "zeros":
+        data[place:place + 64] = bytes(len(data[place:place + 64]))
+    elif kind == "cut":
+        del data[place:]
+    elif kind == "garbage":
+        data = bytearray(chance.randbytes(200))
+    elif kind == "empty":
+        data = bytearray()
+    elif kind == "number": # a digit swapped for another
+        digits = [i for i, byte in enumerate(data) if 48 <= byte <= 57]
+        if digits:
+            at = chance.choice(digits)
+            data[at] = 48 + (data[at] - 48 + chance.randrange(1, 10)) % 10
+    changed = bytes(data) != path.read_bytes()
+    path.write_bytes(data)
+    return kind, changed
+
+
+def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
+    monkeypatch.undo()
+    chance = random.Random(39)
+    whole = {row.comparison.label: row for row in ledger("none") if row.claim.name in ("recall", "vision", "mqar", "language")}
+    for n in range(100):
+        name = chance.choice(["recall", "vision", "language", "mqar"])
+        path = here / "results" / name / "laptop.json"
+        shutil.copytree(RESULTS / name, path.parent, dirs_exist_ok=True)
+        kind, changed = damage(path, chance)
+        rows = [row for row in ledger("none", here / "results") if row.claim.name == name and row.scale == "laptop"]
+        for row in rows:
+            if row.judgement.verdict == "cannot be judged" and not row.comparison.differences:
+                assert f"nbs/lab/results/{name}/laptop.json" in row.judgement.why and "delete it" in row.judgement.why
+                assert "\n" not in row.judgement.why
+            else:
+                assert row.judgement == whole[row.comparison.label].judgement, (n, kind)
+        assert rows and (changed or len(rows) > 0)
+
+
+def test_a_hundred_damaged_exports_change_no_word(here, warm):
+    chance, model = random.Random(42), small_model(here / "model", 0)
+    assert child(["export", str(model), str(here / "out")], here / "out")[0] == 0
+    good, told_so = writes(here / "out"), 0
+    files = sorted(path for path in (here / "out").rglob("*") if path.is_file())
+    for n in range(100):
+        path = chance.choice(files)
+        kept = path.read_bytes()
+        kind, changed = damage(path, chance)
+        code, said = writes(here / "out")
+        last = said.strip().splitlines()[-1] if said.strip() else ""
+        if (code, said) != good:
+            assert code == 1 and "Traceback" not in said and last.startswith("longhorn: error: "), (path, kind, said)
+            assert path.name in last and "export" in last, (path, kind, last)
+            told_so += 1
+        path.write_bytes(kept)
+    assert told_so > 60
+
+
+def test_text_of_a_record_is_escaped_wherever_it_ends(here):
+    nasty = "\x1b[31m<script>alert('&')</script>\x07"
+    def poisoned(value):
+        if isinstance(value, dict):
+            return {name: poisoned(item) for name, item in value.items()}
+        return [poisoned(item) for item in value] if isinstance(value, list) else nasty if isinstance(value, str) else value
+    record = poisoned(fakes.record()) | {"experiment": "fake", "scale": "laptop"}
+    records.write_record(here / "runs" / "fake" / "laptop" / "record.json", record)
+    rows = ledger("runs")
+    assert cli.main(["reproduce", "second"]) == 0
+    page = (here / "runs" / "report.html").read_text(encoding="utf-8")
+    for text in (ledger_text(rows), ledger_html(rows), page):
+        assert "\x1b" not in text and "\x07" not in text
+    assert "<script>alert" not in page and "<script>alert" not in ledger_html(rows) and "&lt;script&gt;alert" in page
+
+
+@pytest.mark.parametrize("what", ["reproduce", "export"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
+    model, folder = small_model(here / "model", 0), here / "out"
+    argv = ["reproduce", "--out", str(folder)] if what == "reproduce" else ["export", str(model), str(folder / "export")]
+    assert child(argv, folder)[0] == 0
+    before = {name: (folder / name).read_bytes() for name in files_in(folder) if (folder / name).is_file()}
+    again = [*argv, "--fresh"] if what == "reproduce" else argv
+    for limit in (0, 100, 1000, 3000):
+        code, said, _ = child(again, folder, limit=limit)
+        if code == 0: # it fits
+            continue
+        last = said.strip().splitlines()[-1]
+        assert code == 1 and last.startswith("longhorn: error: ") and "File too large" in last and "Traceback" not in said, said
+        kept = {str(path.relative_to(folder)).replace(".previous", ""): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert what == "reproduce" or kept == before
+        assert not list(folder.rglob("*.partial"))
+    assert child(argv, folder)[0] == 0 and json.dumps(files_in(folder))
