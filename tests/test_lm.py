@@ -295,8 +295,8 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path, monkeypatch):
         assert not path.exists() and part.parent == path.parent, "same folder, so that the move is one step"
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(lm.os, "replace", no_move)
-    with pytest.raises(OSError, match="model.safetensors could not be written"):
+    monkeypatch.setattr(os, "replace", no_move)
+    with pytest.raises(OSError, match="cannot write .*model.safetensors"):
         make().save_pretrained(tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Trunk', 'mean_loss', 'count_parameters', 'Decoder', 'sample_next',
-           'check_generation', 'SequenceLM', 'write_whole', 'save_model', 'read_weights', 'check_state', 'load_model',
-           'official_name', 'load_official_state_dict', 'fill_mlp', 'nearest_widths', 'match_parameters']
+           'check_generation', 'SequenceLM', 'save_model', 'read_weights', 'check_state', 'load_model', 'official_name',
+           'load_official_state_dict', 'fill_mlp', 'nearest_widths', 'match_parameters']
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import json
 import math
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..records import atomic_file, atomic_path, cannot_write
 from .mixer import build_mixer, check_number, check_size
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
@@ -305,36 +305,21 @@ class SequenceLM(Decoder):
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
         return torch.cat([tokens, torch.stack(new, 1).to(tokens.dtype)], 1) if new else tokens
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-048
-def write_whole(
-    path: Path, # where the file shall be
-    write,      # function that writes a file at the path that it is given
-):
-    "Call `write` on a temporary file beside `path` and move it there: complete, or not at all."
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
 # %% ../../nbs/models/22_lm.ipynb #22_lm-049
 def save_model(
     model: Trunk, # the model to save
     folder,       # where; made if it is not there
 ):
     "Write `model.safetensors` and `config.json`, each whole or not at all."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(model.config.to_dict(), indent=1)
+    folder, config = Path(folder), json.dumps(model.config.to_dict(), indent=1)
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    metadata = {"format": "pt", "config": config}
-    write_whole(folder / "model.safetensors", lambda path: save_file(state, path, metadata))
-    write_whole(folder / "config.json", lambda path: path.write_text(config + "\n", encoding="utf-8"))
+    try:
+        with atomic_path(folder / "model.safetensors") as part:
+            save_file(state, part, {"format": "pt", "config": config})
+    except SafetensorError as error: # hides an OSError
+        raise cannot_write(folder / "model.safetensors", error) from error
+    with atomic_file(folder / "config.json") as file:
+        file.write(config + "\n")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-052
 def read_weights(
