@@ -23,7 +23,7 @@ import tyro
 from . import __version__
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
-from .lab.ledger import Row, cells, judge_record, ledger, ledger_json, ledger_text, load_record
+from .lab.ledger import Row, cells, read_outcomes, ledger, ledger_json, ledger_text, load_record
 from .lab.use import Eval, Export, Generate, UsageError, writable_folder
 
 # %% ../nbs/cli.ipynb #cli-005
@@ -157,7 +157,7 @@ def run_claim(
     cluster = dict(option.split("=", 1) for option in options.slurm)
     record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
                  **overrides)
-    for pair in judge_record(claim, record):
+    for pair in read_outcomes(claim, record):
         label, paper, here, n, verdict = cells(Row(claim, *pair))
         print(f"  {label}: {here}, n = {n}, {verdict}")
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
@@ -174,7 +174,7 @@ def finished_records(out: Path) -> list[dict]:
         for claim in runnable(scale):
             with contextlib.suppress(ValueError):
                 record = load_record(out / claim.name / scale / "record.json", claim.name)
-                judge_record(claim, record)
+                read_outcomes(claim, record)
                 found.append(record)
     return found
 

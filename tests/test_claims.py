@@ -148,7 +148,7 @@ def test_tokens_saved_are_read_off_the_curves(losses, saved):
 def test_lengths_tell_texts_apart_from_seeds():
     nats = {"docs": [2.0, 1.98], "prose": [2.0, 2.1]}
     models = [{"mixer": "longhorn", "text": {text: {"by_length": {"nats": values}} for text, values in nats.items()}} for _ in range(3)]
-    found = claims.judged("extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}})
+    found = claims.outcomes("extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}})
     assert [(c.label, j.n, j.verdict) for c, j in found] == [("docs, 16 times the length: diagonal keeps", 3, "holds"),
                                                              ("prose, 16 times the length: diagonal keeps", 3, "does not hold")]
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, presets, training
-from longhorn_kit.lab.claims import judged
+from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
     EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, held_out_losses, in_order, jobs, new_model, open_texts,
@@ -266,7 +266,7 @@ def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(finis
     for _ in range(2):
         again = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
     assert fit.call_count == 1 and fit.call_args.args[1] == "gla" and again["missing"] == 0 and comparable(again)[:3] == comparable(record)
-    assert again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)" and judged("language", again)[0][1].n == 1
+    assert again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)" and outcomes("language", again)[0][1].n == 1
 
 
 def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(finished, texts, tmp_path, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name
         assert here.keys() == there.keys()
     assert {frozenset(row) for row in found["runs"]} == {frozenset(row) for row in then["runs"]} and texts not in json.dumps(found)
     assert all(row["sample"].startswith("    def ") for row in found["runs"]) or not config.sample
-    (comparison, verdict), *_ = judged("language", record)
+    (comparison, verdict), *_ = outcomes("language", record)
     assert (comparison.unit, verdict.n, verdict.verdict) == ("bits per byte", 1, "cannot be judged")
 
 

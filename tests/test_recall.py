@@ -83,7 +83,7 @@ def test_a_tiny_run_has_the_structure_of_the_record_and_is_judged(tmp_path):
     assert record["settings"].keys() == RECORDS[0]["settings"].keys() and (tmp_path / "record.json").stat().st_size < 60_000
     for task in record["results"]["tasks"].values():
         assert set(task["lr"].values()) == {0.05} and all(grid["1e+30"] == 0 for grid in task["grid"].values()) # it diverged
-    judged = claims.judged("recall", record)
+    judged = claims.outcomes("recall", record)
     assert len(judged) == 8 and all(found.n == 2 and found.verdict in WORDS for _, found in judged)
 
 

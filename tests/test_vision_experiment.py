@@ -10,7 +10,7 @@ from datasets import Value
 from PIL import Image
 
 from longhorn_kit.lab import vision as lab
-from longhorn_kit.lab.claims import judged
+from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.vision import EXPERIMENT, MODELS, PRESETS, Config, ImageSet, batches, learn, make_model
 from longhorn_kit.records import read_record, to_plain
@@ -102,11 +102,11 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
     monkeypatch.setattr(lab, "digits", lambda: sets)
     tiny = dict(workers=0, epochs=1, evaluations=2, seeds=(0, 1))
     partial = run(EXPERIMENT, folder=tmp_path, **tiny, minutes=0)
-    assert partial["missing"] == 8 and partial["results"]["seeds"] == [] and judged("vision", partial) == []
+    assert partial["missing"] == 8 and partial["results"]["seeds"] == [] and outcomes("vision", partial) == []
     record = run(EXPERIMENT, folder=tmp_path, **tiny)
     for committed in (read_record(Path(lab.__file__).parents[2] / f"nbs/lab/results/vision/{scale}.json") for scale in PRESETS):
         assert set(record["results"]) == set(committed["results"])
         for key in ("top1", "top5", "loss", "curves", "seconds", "images_per_second", "parameters"):
             assert list(record["results"][key]) == list(committed["results"][key]) == list(MODELS)
         assert committed["settings"] == to_plain(PRESETS[committed["scale"]])
-    assert [c.label for c, _ in judged("vision", record)] == [f"{name} as good as Mamba" for name in ("diagonal", "exact")]
+    assert [c.label for c, _ in outcomes("vision", record)] == [f"{name} as good as Mamba" for name in ("diagonal", "exact")]

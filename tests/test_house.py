@@ -1,0 +1,96 @@
+"""The house keeps its shape: sizes, directions of imports, one place per mechanism. An issue that raises a budget states the number."""
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "longhorn_kit"
+FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
+BUDGET = {"lab": 6200, "package": 14400, "tests": 10600, "kernels and docs": 2900} # lines without blanks and cell markers
+CHARACTERS = 780_000
+LARGE = { # modules over 400 lines (kernel files 600): those of scan and the two trainers wait for their issues
+    "scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable", "lab/data", "lab/training", "lab/vision_training"}
+ONE_PLACE = { # mechanism -> pattern
+    "file lock": r"\bflock\(|\bFileLock\(|\bO_EXCL\b",
+    "process start": r"\bProcess\(|\bPopen\(|\bspawn\(|\bProcessPoolExecutor\(|\bLocalExecutor\(",
+    "CUDA graph capture": r"\bCUDAGraph\(|\bcuda\.graph\(",
+    "interval or verdict": r"\bt\.ppf\(|\bstudent_t|\bstdtrit\(|def (?:verdict|judge)\w*\(",
+}
+
+
+@cache
+def modules():
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+            for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_modidx.py"}
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("# %%")]
+
+
+def floor(name):
+    if "/" not in name:
+        return "top" if name in ("cli", "timm") else "ground"
+    return name.split("/")[0]
+
+
+@cache
+def imports():
+    "module -> the modules of the package that it imports, or names in a string."
+    dotted = {"longhorn_kit." + name.replace("/", "."): name for name in modules() if not name.endswith("__init__")}
+    graph = {}
+    for name, text in modules().items():
+        package, found = ("longhorn_kit/" + name).split("/")[:-1], set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = ".".join([*package[:len(package) - node.level + 1], *([node.module] if node.module else [])]) if node.level else node.module
+                found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("longhorn_kit."):
+                found.add(node.value)
+        if not name.endswith("__init__"):
+            graph[name] = {dotted[word] for word in found if word in dotted} - {name}
+    return graph
+
+
+def test_modules_are_small():
+    large = {name for name, text in modules().items()
+             if len(lines(text)) > (600 if name.startswith(("scan/triton_", "scan/gluon_")) else 400)}
+    assert large <= LARGE
+
+
+def test_no_line_is_over_120_columns():
+    wide = {name: [line for line in text.splitlines() if len(line) > 120] for name, text in modules().items()}
+    assert not {name: found for name, found in wide.items() if found}
+
+
+def test_the_parts_keep_to_their_budgets():
+    size = Counter()
+    for name, text in modules().items():
+        size["package"] += len(lines(text))
+        size[floor(name)] += len(lines(text))
+    for folder, part in (("tests", "tests"), ("kernels", "kernels and docs"), ("docs", "kernels and docs")):
+        for path in (ROOT / folder).rglob("*.py"):
+            size[part] += len(lines(path.read_text(encoding="utf-8")))
+    assert {part: size[part] for part in BUDGET if size[part] > BUDGET[part]} == {}
+    assert sum(len(line) for text in modules().values() for line in lines(text)) <= CHARACTERS
+
+
+def test_imports_go_one_way_and_in_no_circle():
+    rank = {name: FLOORS.index(floor(name)) for name in imports()}
+    assert [(a, b) for a, found in imports().items() for b in found if rank[b] > rank[a]] == []
+    left = {name: set(found) for name, found in imports().items()}
+    while free := [name for name, found in left.items() if not found & left.keys()]: # what imports nothing that is left
+        for name in free:
+            del left[name]
+    assert left == {}
+
+
+@pytest.mark.parametrize("mechanism", ONE_PLACE)
+def test_a_mechanism_stands_in_one_place(mechanism):
+    assert len([name for name, text in modules().items() if re.search(ONE_PLACE[mechanism], text)]) <= 1
