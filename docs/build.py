@@ -69,7 +69,7 @@ def module_of(notebook: dict) -> str | None:
 
 def entries_of(cell: dict, module: str | None) -> list:
     "The API entries of a code cell."
-    wanted = module and {"export", "exports"} & set(directives(cell))
+    wanted = module and {"export", "exporti", "exports"} & set(directives(cell))
     return api.exported(DIRECTIVE.sub("", cell["source"]), module) if wanted else []
 
 

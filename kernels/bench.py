@@ -124,6 +124,29 @@ def write(path, text):
     print(f"\nwritten: {os.path.relpath(path)}")
 
 
+def draw_record(
+    record: dict, # that `kernels/bench.py` wrote on a GPU
+):
+    "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
+    import matplotlib.pyplot as plt
+    from longhorn_kit.plots import COLORS
+    from longhorn_kit.scan.speed import OF_FORM, draw_against, draw_roofline, plain_rows
+    fig, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    rows = [row for row in plain_rows(record) if row.get("section") in (None, "main") and row.get("backward_ms")]
+    shape = tuple(rows[0][n] for n in "BTD") if rows else (8, 2048, 2048)
+    scans = []
+    for row in plain_rows({"rows": rows}, **dict(zip("BTD", shape))):
+        form, fast = row["form"], row["kernels"] == row["form"]
+        name = form if fast else f"{'S6' if form == 's6' else form}, portable"
+        scans.append((name, form, 16 if fast and form == "exact" else 0, COLORS[OF_FORM[form]], "-" if fast else "--",
+                      (row["forward_ms"], row["backward_ms"])))
+    draw_roofline(axes[0, 0], record, shape, scans)
+    axes[0, 0].set_title(f"B={shape[0]} T={shape[1]} D={shape[2]}", fontsize=9)
+    for ax, axis in zip(axes.flat[1:], "TBN"):
+        draw_against(ax, record, axis, (*shape, 16))
+    return fig
+
+
 def main(argv=None):
     args = parse(argv)
     if args.memory_of:
@@ -141,7 +164,6 @@ def main(argv=None):
     from bench_gpu import one_row_a_line
     name = f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
     if args.plot:
-        from longhorn_kit.scan.speed import draw_record
         picture = args.plot / name.replace(".json", ".png")
         args.plot.mkdir(parents=True, exist_ok=True)
         draw_record(record).savefig(picture, dpi=150)

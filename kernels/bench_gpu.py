@@ -139,10 +139,8 @@ def path(name):
 
 
 def by_kernels(case, a, cu):
-    rest = dict(initial_state=a["initial_state"], cu_seqlens=cu, checkpoint=case.checkpoint)
-    if case.form == "s6":
-        return triton_op.triton_selective_scan(*(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest)
-    return triton_op.triton_scan(*(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest)
+    data = (a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A"))
+    return triton_op.triton_scan(*data, form=case.form, initial_state=a["initial_state"], cu_seqlens=cu, checkpoint=case.checkpoint)
 
 
 def by_reference(case, a, bounds):

@@ -1,12 +1,14 @@
-"""Inputs, a float64 oracle and error measures for tests of the scan kernels."""
+"""Inputs, a float64 oracle, error measures and checks that tests of the kernels share."""
+import pytest
 import torch
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
+from longhorn_kit.scan.triton_op import triton_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 PER_CHANNEL = ("b_bias", "D_skip")
+ROWS = ("q", "k", "x", "b", "z")
 
 
 def inputs(B, T, D, N, form="diagonal", dtype=torch.float32, z=True, state=True, bias=True, skip=True, scalar=False,
@@ -26,13 +28,12 @@ def inputs(B, T, D, N, form="diagonal", dtype=torch.float32, z=True, state=True,
 def call(a, form, cu_seqlens=None, oracle=False, **options):
     "One scan, by the kernels or by the reference."
     rest = dict(D_skip=a["D_skip"], z=a["z"], initial_state=a["initial_state"], **options)
+    data = [a[n] for n in "qkxb"]
     if not oracle:
-        rest["cu_seqlens"] = cu_seqlens
+        return triton_scan(*data, a["b_bias"], A=a["A"], form=form, cu_seqlens=cu_seqlens, **rest)
     if a["A"] is not None:
-        return (reference_selective_scan if oracle else triton_selective_scan)(
-            a["q"], a["k"], a["x"], a["b"], a["A"], dt_bias=a["b_bias"], **rest)
-    return (reference_scan if oracle else triton_scan)(
-        a["q"], a["k"], a["x"], a["b"], b_bias=a["b_bias"], form=form, **rest)
+        return reference_selective_scan(*data, a["A"], a["b_bias"], **rest)
+    return reference_scan(*data, a["b_bias"], form=form, **rest)
 
 
 def one_sequence(a, form, i, lo, hi):
@@ -91,15 +92,79 @@ def beyond(found, right, relative, absolute=1e-6):
     return {n: off[n] for n, r in right.items() if not off[n] <= relative * r.norm() + absolute * r.numel() ** 0.5}
 
 
+def off(got, want):
+    "Errors of one (output, final state, gradients) against another."
+    return dict(out=error(got[0], want[0]), final=error(got[1], want[1]), **{n: error(got[2][n], g) for n, g in want[2].items()})
+
+
 def errors(B, T, D, N, form, bounds=None, options=None, **made):
     "Errors of every output and gradient against the oracle."
     a, dout, dfinal = inputs(B, T, D, N, form, sequences=None if bounds is None else len(bounds) - 1, **made)
-    out, final, grads = kernels(a, dout, dfinal, form, bounds, **(options or {}))
-    out_, final_, grads_ = oracle(a, dout, dfinal, form, bounds)
-    return dict(out=error(out, out_), final=error(final, final_), **{n: error(grads[n], g) for n, g in grads_.items()})
+    return off(kernels(a, dout, dfinal, form, bounds, **(options or {})), oracle(a, dout, dfinal, form, bounds))
 
 
 def assert_close(found, dtype=torch.float32, factor=1.0):
     "Every error under the dtype's tolerance."
     bad = {n: f"{e:.1e}" for n, e in found.items() if not e < TOLERANCE[dtype] * factor}
     assert not bad, bad
+
+
+def assert_same_bits(got, want):
+    "Output, final state and gradients, to the bit."
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+
+
+def assert_packed_as_alone(a, dout, dfinal, form, bounds, start=False, **options):
+    "A packed batch has the bits of each sequence alone, with `start` in the gradients of initial states too; what it gave."
+    packed = out, final, grads = kernels(a, dout, dfinal, form, bounds, **options)
+    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form, **options)
+        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
+        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ROWS), i
+        assert not start or torch.equal(g["initial_state"], grads["initial_state"][i : i + 1]), i
+    return packed
+
+
+def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
+    "Forward and backward beyond 2^31 elements: what is far away is forgotten, so both ends agree with short runs."
+    if (free := torch.cuda.mem_get_info()[0] >> 30) < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, {free} GiB are free")
+    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
+    a, runs = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1 if scalar else D)), {}
+    for name, part in dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)).items():
+        leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
+        out, final = triton_scan(**leaf, **options)
+        # every element is its own weight in the loss, so a wrong address shows
+        runs[name] = dict(out=out.detach(), final=final.detach()) | gradients((out,), (out.detach(),), leaf)
+        del leaf, out, final
+    found = {"final": error(runs["whole"].pop("final"), runs["end"].pop("final"))}
+    for end, at in dict(start=slice(0, near), end=slice(-near, None)).items():
+        found |= {f"{n} {end}": error(t[:, at], runs[end][n][:, at]) for n, t in runs["whole"].items()}
+    assert_close(found, torch.bfloat16)
+
+
+def poisoned(monkeypatch):
+    "New memory holds what is no number."
+    empty = torch.empty
+    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() and t.device.type == DEVICE else t
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: fill(empty(*size, **options)))
+
+
+def within(t, margin=3):
+    "`t` as a window into a larger new tensor."
+    big = torch.empty(*(s + 2 * margin + 1 for s in t.shape), device=t.device, dtype=t.dtype)
+    return big[tuple(slice(margin, margin + s) for s in t.shape)].copy_(t)
+
+
+def captured(run):
+    "A CUDA graph of a call that has run before, and what it returned while it was recorded."
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results

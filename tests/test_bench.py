@@ -10,7 +10,6 @@ import types
 import pytest
 import torch
 
-from longhorn_kit.scan import speed
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
@@ -116,7 +115,7 @@ def test_a_record_is_drawn(tmp_path):
     assert bench.main([*INTERPRET, "--plot", str(tmp_path / "new")]) == 0
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".png"]
     committed = json.loads((bench.RESULTS / "h200.json").read_text())
-    roof, *sizes = speed.draw_record(committed).axes
+    roof, *sizes = bench.draw_record(committed).axes
     assert {text.get_text() for text in roof.texts} >= {"exact", "diagonal", "exact, portable", "memory"}
     for ax, axis in zip(sizes, "TBN"):
         lines = {line.get_label(): line for line in ax.get_lines()}

@@ -59,31 +59,17 @@ def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
     agree(everything(form, t, chunk=chunk), everything(form, t, reference=True), 1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("weights", [(1, 0), (0, 1)])
-def test_gradients_through_the_output_alone_and_through_the_final_state_alone(form, weights):
-    t = make(2, 21, 3, 4, form)
-    agree(everything(form, t, weights, chunk=8), everything(form, t, weights, reference=True), 1e-12)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.sampled_from(FORMS), st.integers(0, 3), st.integers(0, 19), st.integers(1, 5), st.integers(1, 6),
-       st.integers(1, 24), st.booleans(), st.permutations([0, 1, 2]))
-def test_any_shape_chunk_and_strides(form, B, T, D, N, chunk, scalar, order):
+       st.integers(1, 24), st.booleans(), st.permutations([0, 1, 2]), st.sampled_from([(1, 1), (1, 0), (0, 1)]))
+def test_any_shape_chunk_strides_and_outputs_in_use(form, B, T, D, N, chunk, scalar, order, weights):
     t = make(B, T, D, N, form, scalar=scalar)
     back = [order.index(i) for i in range(3)]
 
     def restride(v):   # the same values in another memory order
         return v if v is None or v.dim() != 3 else v.permute(order).contiguous().permute(back)
-    agree(everything(form, {n: restride(v) for n, v in t.items()}, chunk=chunk), everything(form, t, reference=True), 1e-12)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradcheck(form):
-    t = make(2, 5, 2, 3, form)
-    names = [n for n in NAMES if t[n] is not None]
-    function = lambda *values: run(form, dict(zip(names, values)) | ({} if "A" in names else dict(A=None)), chunk=2)
-    torch.autograd.gradcheck(function, [t[n].requires_grad_() for n in names])
+    moved = {n: restride(v) for n, v in t.items()}
+    agree(everything(form, moved, weights, chunk=chunk), everything(form, t, weights, reference=True), 1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
@@ -130,14 +116,6 @@ def test_float32_at_layer_like_sizes(form, N):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_second_derivative_is_refused_with_a_clear_error(form):
-    t = {n: None if v is None else v.requires_grad_() for n, v in make(1, 4, 2, 2, form).items()}
-    (grad,) = torch.autograd.grad(run(form, t)[0].square().sum(), t["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative with backend='chunked'"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_no_second_derivative_is_taken_for_zero(form):
     "`torch.autograd.grad` asks for some inputs only and must not find that nothing depends on them."
     t = {n: None if v is None else v.requires_grad_() for n, v in make(2, 5, 3, 2, form).items()}
@@ -145,7 +123,7 @@ def test_no_second_derivative_is_taken_for_zero(form):
     for first in (v for n, v in given.items() if n not in ("D_skip", "z")): # those two meet the read-outs outside the scan
         for second in given.values():
             (grad,) = torch.autograd.grad(run(form, t)[0].square().sum(), first, create_graph=True)
-            with pytest.raises(RuntimeError, match="no second derivative"):
+            with pytest.raises(RuntimeError, match="no second derivative with backend='chunked'; backend='reference' has one"):
                 torch.autograd.grad(grad.square().sum() + second.square().sum(), second)
 
 
@@ -205,16 +183,16 @@ def test_compiled_packed_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(for
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
-    seen, original = [], {n: getattr(chunked, n) for n in ("elementwise_forward", "exact_forward")}
-    for name, function in original.items():
-        monkeypatch.setattr(chunked, name, lambda *a, f=function: seen.append(f(*a)) or seen[-1])
+    key = form.replace("timed s6", "s6_timed")
+    machine, seen = chunked.MACHINES[key], []
+    monkeypatch.setitem(chunked.MACHINES, key, machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]))
     t = make(1, 20, 2, 3, form)
     run(form, t, chunk=4)
     with torch.no_grad():
         run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
-    assert [r[-1].numel() for r in seen] == [0, 0]
+    assert [tape[-1].numel() for _, _, tape in seen] == [0, 0]
     run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
-    assert seen[-1][-1].shape == (5, 1, 3, 2)
+    assert seen[-1][2][-1].shape == (5, 1, 3, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,4 @@
-import errno, fcntl, gzip, json, lzma, math, multiprocessing, os, signal, sys, time, types
+import errno, fcntl, gzip, io, json, lzma, math, multiprocessing, os, signal, sys, time, types
 from collections import Counter
 import numpy as np
 import pyarrow as pa
@@ -9,19 +9,9 @@ import zstandard
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab import data
 from longhorn_kit.lab.data import (
-    SEPARATOR,
-    Sampler,
-    TokenShards,
-    embedded_corpus_hash,
-    embedded_documents,
-    get_tokenizer,
-    is_held_out,
-    load_documents,
-    load_text,
-    prepare,
-    split_documents,
-    token_dtype,
-)
+    SEPARATOR, Sampler, TokenShards, embedded_corpus_hash, embedded_documents, get_tokenizer, is_held_out,
+    load_documents, load_text, prepare, split_documents, token_dtype)
+from longhorn_kit.records import exclusive_lock
 
 
 def documents(n, words=30):
@@ -33,60 +23,21 @@ def write(path, n=200):
     return str(path)
 
 
-def write_the(path):
-    path.write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
-    return str(path)
-
-
 # ---- sources
 
 
-@pytest.mark.parametrize(
-    "suffix, compress",
-    [
-        ("", bytes),
-        (".gz", gzip.compress),
-        (".xz", lzma.compress),
-        (".zst", lambda b: zstandard.compress(b[:50]) + zstandard.compress(b[50:])),
-    ],
-)
+@pytest.mark.parametrize("suffix, compress", [
+    ("", bytes), (".gz", gzip.compress), (".xz", lzma.compress),
+    (".zst", lambda text: zstandard.compress(text[:50]) + zstandard.compress(text[50:]))])
 def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
     text = SEPARATOR.join(["one\ntwo β", "three", "four\n"])
     for name in ("b.txt", "a.txt"):
-        (tmp_path / (name + suffix)).write_bytes(
-            compress(text.replace("\n", "\r\n" if name == "a.txt" else "\n").encode())
-        )
+        written = text.replace("\n", "\r\n") if name == "a.txt" else text
+        (tmp_path / (name + suffix)).write_bytes(compress(written.encode()))
     found = list(load_documents(str(tmp_path / "*.txt*")))
     assert [text for _, text in found] == ["one\ntwo β", "three", "four\n"] * 2
     assert found[0][0].startswith("a.txt")  # sorted, so the order does not depend on the file system
     assert load_text(str(tmp_path / ("b.txt" + suffix))) == text
-
-
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("empty.txt", b"", "is empty"),
-        ("blank.txt", b" \n\n", "is empty"),
-        ("nul.txt", b"abc\0def", "not text: it contains NUL"),
-        ("latin.txt", "caf\xe9".encode("latin-1"), "not UTF-8 text: byte 3"),
-        ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], "cannot be decompressed"),
-        ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], "cannot be decompressed"),
-        ("not.xz", b"plain text", "cannot be decompressed"),
-        ("not.gz", b"plain text", "cannot be decompressed"),
-        ("not.zst", b"plain text", "cannot be decompressed"),
-        ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], "cannot be decompressed"),
-        (
-            "torn-late.zst",
-            zstandard.compress(b"whole frame") + zstandard.compress(b"x" * 10_000)[:-3],
-            "cannot be decompressed",
-        ),
-    ],
-)
-def test_bad_files_are_refused_in_one_line_that_names_them(tmp_path, name, content, says):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}.*{says}") as caught:
-        prepare(str(tmp_path / name), cache=tmp_path / "cache")
-    assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "none/*.txt", "."])
@@ -101,24 +52,19 @@ def json_lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def write_table(path, **columns):
-    pq.write_table(pa.table(columns), path)
+def write_records(path, **columns):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path)
+    else:
+        lines = json_lines(*(dict(zip(columns, row)) for row in zip(*columns.values())))
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "name, compress",
-    [
-        ("r.jsonl", bytes),
-        ("r.NDJSON", bytes),
-        ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
-        ("r.jsonl.gz", gzip.compress),
-        ("r.jsonl.xz", lzma.compress),
-        ("r.json.zst", zstandard.compress),
-        ("r.parquet", None),
-        ("hf:", bytes),
-    ],
-)
+@pytest.mark.parametrize("name, compress", [
+    ("r.jsonl", bytes), ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
+    ("r.jsonl.gz", gzip.compress), ("r.jsonl.xz", lzma.compress), ("r.json.zst", zstandard.compress),
+    ("r.parquet", None), ("hf:", bytes)])
 def test_the_same_records_give_the_same_shards_whatever_holds_them(tmp_path, monkeypatch, name, compress):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
@@ -129,51 +75,66 @@ def test_the_same_records_give_the_same_shards_whatever_holds_them(tmp_path, mon
     if compress:
         path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
     else:
-        write_table(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
+        write_records(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
     source = f"hf:{path.parent}" if name == "hf:" else str(path)
     found = prepare(source, cache=tmp_path / "cache", shard_tokens=5000)
-    assert bytes_of(found) == bytes_of(prepare(str(tmp_path / "plain.txt"), cache=tmp_path / "cache", shard_tokens=5000))
+    plain = prepare(str(tmp_path / "plain.txt"), cache=tmp_path / "cache", shard_tokens=5000)
+    assert bytes_of(found) == bytes_of(plain)
     assert found.index["train"]["documents"] + found.index["val"]["documents"] == 300
 
 
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("a.jsonl", json_lines({"text": "x"}, {"text": 7}), "line 2: column 'text' holds a value of type int, not text"),
-        ("a.jsonl", json_lines({"text": ["x"]}), "line 1: column 'text' holds a value of type list, not text"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not text: it holds a lone surrogate"),
-        ("a.jsonl", json_lines({"body": "x", "id": 7}), "line 1 has no column 'text' or 'content'; it has body, id"),
-        ("a.jsonl", json_lines({"text": "x"}, {"id": 7}), "line 2 has no column 'text' or 'content'; it has id"),
-        ("a.jsonl", json_lines({"text": "x"}, {}), "line 2 has no column .*; it has none"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', "line 3 is not a JSON record: Expecting ',' delimiter"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "line 2 is not a JSON record: 'utf-8'"),
-        ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
-        ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
-        ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
-        ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b"\n \n", "is empty"),
-        ("a.jsonl", json_lines({"text": None}, {"text": " "}, {"text": "\0"}, {"text": "\ufeff"}), "is empty"),
-        ("a.jsonl.gz", gzip.compress(json_lines({"text": "x" * 9999}), mtime=0)[:-20], "cannot be decompressed"),
-        ("a.jsonl.gz", json_lines({"text": "x"}), "cannot be decompressed"),
-        ("a.parquet", b"", "cannot be read as parquet: .*0 bytes"),
-        ("a.parquet", b"plain text", "cannot be read as parquet: .*magic bytes"),
-        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "cannot be read as parquet"),
-        ("a.parquet", {"text": pa.array([], pa.string())}, "is empty"),
-        ("a.parquet", {"body": ["x"], "id": [7]}, "has no column 'text' or 'content'; it has body, id"),
-        ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
-        ("a.parquet", {"text": [b"x", b"y"]}, "row 0: column 'text' holds a value of type bytes, not text"),
-        ("a.parquet", {"text": pa.array([b"\xe9"]).view(pa.string())}, "cannot be read as parquet: 'utf-8'"),
-        ("a.csv", b"id,text\n1,hello\n", "cannot be read as text"),
-        ("a.TSV", b"id\ttext\n1\thello\n", "cannot be read as text"),
-        ("a.csv.gz", gzip.compress(b"id,text\n1,hello\n", mtime=0), "cannot be read as text"),
-        ("a.tar.xz", lzma.compress(b"plain letters"), "cannot be read as text"),
-        *((f"a{end}", b"plain letters", "cannot be read as text") for end in (".arrow", ".bin", ".zip", ".npy")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_records_are_refused_in_one_line_that_names_file_and_place(tmp_path, name, content, says):
+def with_a_damaged_page():
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": documents(500)}), file, compression="none", use_dictionary=False)
+    return file.getvalue()[:200] + b"\xff" * 500 + file.getvalue()[700:]
+
+
+ZIPPED = "cannot be decompressed"
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("a.txt", b"", "is empty"),
+    ("a.txt", b" \n\n", "is empty"),
+    ("a.txt", b"abc\0def", "is not text: it contains NUL"),
+    ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
+    ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], ZIPPED),
+    ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], ZIPPED),
+    ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], ZIPPED),
+    ("torn-late.zst", zstandard.compress(b"whole frame") + zstandard.compress(b"x" * 10_000)[:-3], ZIPPED),
+    *((f"not{end}", b"plain text", ZIPPED) for end in (".xz", ".gz", ".zst")),
+    ("a.jsonl", json_lines({"text": "x"}, {"text": 7}), "line 2: column 'text' holds a value of type int, not text"),
+    ("a.jsonl", json_lines({"text": ["x"]}), "line 1: column 'text' holds a value of type list, not text"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not text: it holds a lone surrogate"),
+    ("a.jsonl", json_lines({"body": "x", "id": 7}), "line 1 has no column 'text' or 'content'; it has body, id"),
+    ("a.jsonl", json_lines({"text": "x"}, {"id": 7}), "line 2 has no column 'text' or 'content'; it has id"),
+    ("a.jsonl", json_lines({"text": "x"}, {}), "line 2 has no column .*; it has none"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', "line 3 is not a JSON record: Expecting ',' delimiter"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "line 2 is not a JSON record: 'utf-8'"),
+    ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
+    ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
+    ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
+    *(("a.jsonl", content, "is empty") for content in (b"", b"\n \n")),
+    ("a.jsonl", json_lines({"text": None}, {"text": " "}, {"text": "\0"}, {"text": "\ufeff"}), "is empty"),
+    ("a.jsonl.gz", gzip.compress(json_lines({"text": "x" * 9999}), mtime=0)[:-20], ZIPPED),
+    ("a.jsonl.gz", json_lines({"text": "x"}), ZIPPED),
+    ("a.parquet", b"", "cannot be read as parquet: .*0 bytes"),
+    ("a.parquet", b"plain text", "cannot be read as parquet: .*magic bytes"),
+    ("a.parquet", with_a_damaged_page(), "cannot be read as parquet: "),
+    ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "cannot be read as parquet"),
+    ("a.parquet", {"text": pa.array([], pa.string())}, "is empty"),
+    ("a.parquet", {"body": ["x"], "id": [7]}, "has no column 'text' or 'content'; it has body, id"),
+    ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
+    ("a.parquet", {"text": [b"x", b"y"]}, "row 0: column 'text' holds a value of type bytes, not text"),
+    ("a.parquet", {"text": pa.array([b"\xe9"]).view(pa.string())}, "cannot be read as parquet: 'utf-8'"),
+    ("a.csv", b"id,text\n1,hello\n", "cannot be read as text"),
+    ("a.TSV", b"id\ttext\n1\thello\n", "cannot be read as text"),
+    ("a.csv.gz", gzip.compress(b"id,text\n1,hello\n", mtime=0), "cannot be read as text"),
+    ("a.tar.xz", lzma.compress(b"plain letters"), "cannot be read as text"),
+    *((f"a{end}", b"plain letters", "cannot be read as text") for end in (".arrow", ".bin", ".zip", ".npy")),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, name, content, says):
     if isinstance(content, dict):
-        write_table(tmp_path / name, **content)
+        write_records(tmp_path / name, **content)
     else:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name},? {says}") as caught:
@@ -181,29 +142,20 @@ def test_bad_records_are_refused_in_one_line_that_names_file_and_place(tmp_path,
     assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
 
 
-def test_a_damaged_page_of_a_parquet_file_is_one_line(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": documents(500)}), path, compression="none", use_dictionary=False)
-    data = path.read_bytes()
-    path.write_bytes(data[:200] + b"\xff" * 500 + data[700:])
-    with pytest.raises(ValueError, match=f"{path} cannot be read as parquet: ") as caught:
-        list(load_documents(str(path)))
-    assert "\n" not in str(caught.value)
-
-
 def test_the_column_may_be_named_and_is_part_of_what_was_prepared(tmp_path):
     rows = [{"text": f"one {i}", "body": f"two {i}"} for i in range(200)]
-    (tmp_path / "a.jsonl").write_bytes(json_lines(*rows))
-    write_table(tmp_path / "a.parquet", text=[row["text"] for row in rows], body=[row["body"] for row in rows])
     found = {}
     for name in ("a.jsonl", "a.parquet"):
+        write_records(tmp_path / name, **{column: [row[column] for row in rows] for column in ("text", "body")})
         for column in ("text", "body"):
             assert [text for _, text in load_documents(str(tmp_path / name), column)] == [row[column] for row in rows]
             found[name, column] = prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column=column)
         with pytest.raises(ValueError, match=f"{name}.* has no column 'title'; it has text, body"):
             prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column="title")
-    assert len({corpus.folder for corpus in found.values()}) == len({corpus.index["source_sha256"] for corpus in found.values()}) == 4
-    assert bytes_of(found["a.jsonl", "body"]) == bytes_of(found["a.parquet", "body"]) != bytes_of(found["a.jsonl", "text"])
+    assert len({corpus.folder for corpus in found.values()}) == 4
+    assert len({corpus.index["source_sha256"] for corpus in found.values()}) == 4
+    tokens = {name: bytes_of(corpus) for name, corpus in found.items()}
+    assert tokens["a.jsonl", "body"] == tokens["a.parquet", "body"] != tokens["a.jsonl", "text"]
     (found["a.jsonl", "body"].folder / "val-00000.bin").unlink()
     again = prepare(str(tmp_path / "a.jsonl"), cache=tmp_path / "cache", text_column="body", repair=True)
     assert bytes_of(again) == bytes_of(found["a.parquet", "body"])
@@ -213,32 +165,11 @@ def test_the_column_may_be_named_and_is_part_of_what_was_prepared(tmp_path):
 
 def test_records_without_text_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
     texts = ["one", None, " \n", "t\0wo", "", "\ufeff"]
-    (tmp_path / "a.jsonl").write_bytes(json_lines(*({"content": text} for text in texts)))
-    write_table(tmp_path / "a.parquet", content=texts)
     fake_datasets(monkeypatch, lambda *args, **options: iter([{"content": text} for text in texts]))
-    for source in (str(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet"), "hf:owner/code"):
+    files = [write_records(tmp_path / name, content=texts) for name in ("a.jsonl", "a.parquet")]
+    for source in (*files, "hf:owner/code"):
         assert [text for _, text in load_documents(source)] == ["one", "two"]
         assert capsys.readouterr().err.strip().endswith("4 of 6 records have no text and were skipped")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_an_interrupted_preparation_of_records_resumes_to_the_same_bytes(tmp_path, monkeypatch, name):
-    small_batches(monkeypatch, 20)
-    texts = [text for i, text in enumerate(documents(200)) for text in (text, None)[: 1 + (i % 9 == 0)]]
-    if name == "a.parquet":
-        source = write_table(tmp_path / name, body=texts)
-    else:
-        (tmp_path / name).write_bytes(gzip.compress(json_lines(*({"body": text} for text in texts))))
-        source = str(tmp_path / name)
-    options = {"shard_tokens": 1000, "text_column": "body"}
-    whole = prepare(source, cache=tmp_path / "whole", **options)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, cache=tmp_path / "cache", **options)
-    assert list((tmp_path / "cache").glob(".*.partial/journal.json"))
-    again = prepare(source, cache=tmp_path / "cache", **options)
-    assert bytes_of(again) == bytes_of(whole) and again.index == whole.index
 
 
 def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
@@ -261,18 +192,21 @@ def fake_datasets(monkeypatch, load):
 
 def test_hub_rows_are_streamed_and_errors_are_one_line(tmp_path, monkeypatch):
     asked = []
-
-    def load(path, config, split, streaming):
-        asked.append((path, config, split, streaming))
+    def load(path, config, split, streaming, **options):
+        asked.append((path, config, split, streaming, options))
         return ({"text": text} for text in documents(5) + [" "])
-
     fake_datasets(monkeypatch, load)
     assert [text for _, text in load_documents("hf:owner/books:small")] == documents(5)
-    assert asked == [("owner/books", "small", "train", True)]
-
+    for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
+        list(load_documents(f"hf:{name}"))
+    first = {"revision": "v1"}
+    assert asked == [("owner/books", "small", "train", True, {}), ("a/b", None, "train", True, {}),
+                     ("a/b", "c", "test", True, {}), ("a/b", None, "train", True, first),
+                     ("a/b", None, "validation", True, first)]
+    with pytest.raises(ValueError, match="hf::: its name should look like"):
+        list(load_documents("hf::"))
     def offline(*args, **options):
         raise ConnectionError("no route to the hub\nand more lines")
-
     fake_datasets(monkeypatch, offline)
     with pytest.raises(OSError, match="cannot load the dataset 'owner/books'.*no route to the hub$"):
         prepare("hf:owner/books", cache=tmp_path)
@@ -284,29 +218,21 @@ def test_hub_rows_are_streamed_and_errors_are_one_line(tmp_path, monkeypatch):
         list(load_documents("hf:owner/books"))
 
 
-def test_embedded_corpus_is_fixed_and_needs_nothing_split_off():
+def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
     names = [name for name, _ in embedded_documents()]
-    assert len(names) == len(set(names)) > 300
-    assert names == [name for name, _ in embedded_documents()]
-    assert not [
-        name
-        for name in names
-        if {"test", "tests", "tkinter", "idlelib", "lib2to3", "distutils", "site-packages"}
-        & set(name.split("/"))
-    ]
+    assert len(names) == len(set(names)) > 300 and names == [name for name, _ in embedded_documents()]
+    left_out = {"test", "tests", "tkinter", "idlelib", "lib2to3", "distutils", "site-packages"}
+    assert not [name for name in names if left_out & set(name.split("/"))]
     assert any(name.startswith("topics/") for name in names) and "threading.py" in names
-    assert all("\r" not in text and "\0" not in text for _, text in embedded_documents())
     assert embedded_corpus_hash() == embedded_corpus_hash() and len(embedded_corpus_hash()) == 64
+    parts = {"train": set(), "val": set()}
+    for part, text in split_documents(embedded_documents(), by_name=True):
+        assert "\r" not in text and "\0" not in text
+        parts[part].add(text)
+    assert len(parts["val"]) >= 10 and not parts["train"] & parts["val"]
 
 
 # ---- the held-out part
-
-
-def test_held_out_documents_of_the_embedded_corpus_are_not_in_the_training_part():
-    parts = {"train": set(), "val": set()}
-    for part, text in split_documents(embedded_documents(), by_name=True):
-        parts[part].add(text)
-    assert len(parts["val"]) >= 10 and not parts["train"] & parts["val"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -337,17 +263,14 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     texts = ["line\n" * 100, "other line\n" * 50]
     pieces = list(split_documents(enumerate(texts), fraction=0.1))
     assert "".join(text for _, text in pieces) == "".join(texts)
-    assert [part for part, _ in pieces] == ["train", "val"] * 2
-    assert all(text.endswith("\n") for _, text in pieces)
+    assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(text.endswith("\n") for _, text in pieces)
     assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
 
 
 def test_a_held_out_file_may_be_named(tmp_path):
     (tmp_path / "train.txt").write_text("to train on")
     (tmp_path / "val.txt").write_text("held out")
-    corpus = prepare(
-        str(tmp_path / "train.txt"), held_out=str(tmp_path / "val.txt"), cache=tmp_path / "cache"
-    )
+    corpus = prepare(str(tmp_path / "train.txt"), held_out=str(tmp_path / "val.txt"), cache=tmp_path / "cache")
     assert bytes(corpus.train[:]) == b"to train on\0" and bytes(corpus.val[:]) == b"held out\0"
 
 
@@ -369,24 +292,25 @@ def gpt2_folder(tmp_path_factory):
     others = [b for b in range(256) if b not in printable]
     letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
     merges = [("t", "h"), ("th", "e"), (letter[32], "the"), ("i", "n")]
-    (folder / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
-    )
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
     names = [letter[b] for b in printable + others] + [a + b for a, b in merges]
-    (folder / "encoder.json").write_text(
-        json.dumps({name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256})
-    )
+    ids = {name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256}
+    (folder / "encoder.json").write_text(json.dumps(ids))
     return folder
 
 
-def test_gpt2_from_a_folder(gpt2_folder, tmp_path):
+def test_gpt2_from_a_folder_and_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):
     tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
     assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
     assert tokenizer.encode(" <|endoftext|>").max() < 50256  # written out it is text, not the end mark
-    corpus = prepare(write_the(tmp_path / "a.txt"), tokenizer=f"gpt2:{gpt2_folder}", cache=tmp_path / "cache")
-    assert corpus.train.dtype == np.uint16 and corpus.index["val"]["bytes"] > corpus.index["val"]["tokens"]
-    assert corpus.tokenizer.decode(corpus.train[:]).startswith("text 0 the")
-    assert str(gpt2_folder) not in json.dumps(corpus.index) and corpus.train[len(corpus.train) - 1] == 50256
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
+    bpe, plain = (prepare(str(tmp_path / "a.txt"), name, cache=tmp_path) for name in (f"gpt2:{gpt2_folder}", "bytes"))
+    assert bpe.train.dtype == np.uint16 and bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
+    assert bpe.tokenizer.decode(bpe.train[:]).startswith("text 0 the")
+    assert str(gpt2_folder) not in json.dumps(bpe.index) and bpe.train[len(bpe.train) - 1] == 50256
+    for corpus in (bpe, plain):
+        total_bits = 1000 / math.log(2)  # of a model that spends 1000 nats on the whole part
+        assert math.isclose(corpus.bits_per_byte(1000 / len(corpus.val)) * corpus.index["val"]["bytes"], total_bits)
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
@@ -403,43 +327,24 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
     (tmp_path / "encoder.json").write_bytes((gpt2_folder / "encoder.json").read_bytes())
     assert get_tokenizer(f"gpt2:{tmp_path}").encode("the").tolist() == get_tokenizer(f"gpt2:{gpt2_folder}").encode("the").tolist()
     import tiktoken
-
     def offline(name):
         raise ConnectionError("a long story")
-
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(OSError, match="without a network use gpt2:FOLDER"):
         get_tokenizer("gpt2")
-
-
-def test_bits_per_byte_compares_tokenizers(tmp_path, gpt2_folder):
-    source = write_the(tmp_path / "a.txt")
-    for name in ("bytes", f"gpt2:{gpt2_folder}"):
-        corpus = prepare(source, name, cache=tmp_path / "cache")
-        total_bits = 1000 / math.log(2)  # of a model that spends 1000 nats on the whole part
-        assert math.isclose(
-            corpus.bits_per_byte(1000 / len(corpus.val)) * corpus.index["val"]["bytes"], total_bits
-        )
 
 
 # ---- shards
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=6),
-    st.integers(-50, 50),
-    st.integers(-50, 50),
-    st.sampled_from([1, 1, 1, 2, -1]),
-)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(-50, 50), st.integers(-50, 50),
+       st.sampled_from([1, 1, 1, 2, -1]))
 def test_shards_slice_like_one_array(sizes, a, b, stride):
     whole = np.arange(sum(sizes), dtype=np.uint16)
     shards = TokenShards(np.split(whole, np.cumsum(sizes)[:-1]))
-    assert (
-        np.array_equal(shards[a:b:stride], whole[a:b:stride])
-        and np.array_equal(shards[a:], whole[a:])
-        and len(shards) == len(whole)
-    )
+    assert np.array_equal(shards[a:b:stride], whole[a:b:stride])
+    assert np.array_equal(shards[a:], whole[a:]) and len(shards) == len(whole)
     if -len(whole) <= a < len(whole):
         assert shards[a] == whole[a]
     else:
@@ -447,9 +352,7 @@ def test_shards_slice_like_one_array(sizes, a, b, stride):
             shards[a]
 
 
-@pytest.mark.parametrize(
-    "size, dtype", [(256, "<u1"), (257, "<u2"), (50257, "<u2"), (65536, "<u2"), (65537, "<u4")]
-)
+@pytest.mark.parametrize("size, dtype", [(256, "<u1"), (257, "<u2"), (50257, "<u2"), (65536, "<u2"), (65537, "<u4")])
 def test_dtype_holds_the_vocabulary(size, dtype):
     assert token_dtype(size) == np.dtype(dtype) and np.iinfo(token_dtype(size)).max >= size - 1
 
@@ -457,18 +360,28 @@ def test_dtype_holds_the_vocabulary(size, dtype):
 def test_tokens_are_those_of_the_text_however_small_the_shards(tmp_path):
     source = write(tmp_path / "a.txt")
     corpus = prepare(source, cache=tmp_path / "cache", shard_tokens=1000)
-    expected = {
-        part: b"".join(t.encode() + b"\0" for p, t in split_documents(load_documents(source)) if p == part)
-        for part in ("train", "val")
-    }
     assert len(corpus.index["train"]["shards"]) > 10 and isinstance(corpus.train.arrays[0], np.memmap)
     for part in ("train", "val"):
-        assert bytes(getattr(corpus, part)[:]) == expected[part]
-        assert corpus.index[part]["tokens"] == corpus.index[part]["bytes"] == len(expected[part])
+        expected = b"".join(t.encode() + b"\0" for p, t in split_documents(load_documents(source)) if p == part)
+        assert bytes(getattr(corpus, part)[:]) == expected
+        assert corpus.index[part]["tokens"] == corpus.index[part]["bytes"] == len(expected)
 
 
 def bytes_of(corpus):
     return {path.name: path.read_bytes() for path in sorted(corpus.folder.glob("*.bin"))}
+
+
+def in_processes(work, *arguments):
+    "Run `work` in a process for each argument; returns what it put into the queue it is given, and the exit codes."
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    children = [fork.Process(target=work, args=(results, argument)) for argument in arguments]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    codes = [child.exitcode for child in children]
+    return [results.get() for code in codes if code == 0], codes
 
 
 def small_batches(monkeypatch, documents=7):
@@ -476,36 +389,47 @@ def small_batches(monkeypatch, documents=7):
     monkeypatch.setattr(data, "MARK_SECONDS", 0.0)
 
 
-def stop_after(monkeypatch, batches, error):
-    "Writing the batch after these raises an error, once."
-    real, count = data.Preparation.add_batch, iter(range(10**6))
+def at_call(monkeypatch, owner, name, call, what, before=True):
+    "At that call of a function something happens, before or after its work."
+    real, count = getattr(owner, name), iter(range(10**6))
+    def watched(*arguments):
+        now = next(count) == call
+        if now and before:
+            what(*arguments)
+        result = real(*arguments)
+        if now and not before:
+            what(*arguments)
+        return result
+    monkeypatch.setattr(owner, name, watched)
 
-    def add_batch(self, *arguments):
-        if next(count) == batches:
-            self.writers["train"].add([1, 2, 3], 3)  # something behind the mark
-            raise error
-        return real(self, *arguments)
 
-    monkeypatch.setattr(data.Preparation, "add_batch", add_batch)
+def interrupted(monkeypatch, batches, source, **options):
+    "Prepare a source, and stop before a batch is written, with something behind the mark."
+    def stop(work, *batch):
+        work.writers["train"].add([1, 2, 3], 3)
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, data.Preparation, "add_batch", batches, stop)
+        prepare(source, **options)
 
 
-@pytest.mark.parametrize(
-    "batches, shard_tokens, workers", [(0, 1000, 1), (1, 1 << 20, 2), (1, 500, 1), (4, 1000, 3), (9, 1 << 20, 1)]
-)
-def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
-    tmp_path, monkeypatch, batches, shard_tokens, workers
-):
+@pytest.mark.parametrize("name, batches, size, workers", [
+    ("a.txt", 0, 1000, 1), ("a.txt", 1, 1 << 20, 2), ("a.txt", 1, 500, 1), ("a.txt", 4, 1000, 3),
+    ("a.txt", 9, 1 << 20, 1), ("a.jsonl.gz", 4, 1000, None), ("a.parquet", 4, 1000, None)])
+def test_an_interrupted_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, name, batches, size, workers):
     small_batches(monkeypatch, 20)
-    source, options = write(tmp_path / "a.txt"), {"shard_tokens": shard_tokens, "workers": workers}
+    options, source = {"shard_tokens": size, "workers": workers}, str(tmp_path / name)
+    texts = [text for i, text in enumerate(documents(200)) for text in (text, None)[: 1 + (i % 9 == 0)]]
+    if name == "a.txt":
+        write(tmp_path / name)
+    else:
+        write_records(tmp_path / name, body=texts)
+        options |= {"text_column": "body"}
     whole = prepare(source, cache=tmp_path / "whole", **options)
-    with monkeypatch.context() as patch:
-        stop_after(patch, batches, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, cache=tmp_path / "cache", **options)
-    left = list((tmp_path / "cache").iterdir())
-    assert len(left) == (batches > 0) and not list((tmp_path / "cache").glob("*/index.json"))
-    opened = []
-    real = data.batches
+    interrupted(monkeypatch, batches, source, cache=tmp_path / "cache", **options)
+    left = [len(list((tmp_path / "cache").glob(name))) for name in ("*", ".*.partial/journal.json", "*/index.json")]
+    assert left == [batches > 0, batches > 0, 0]
+    opened, real = [], data.batches
     monkeypatch.setattr(data, "batches", lambda *arguments: opened.append(arguments) or real(*arguments))
     again = prepare(source, cache=tmp_path / "cache", **options)
     assert bytes_of(again) == bytes_of(whole) and again.index == whole.index
@@ -515,38 +439,17 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
 
 class Rows:
     "A streamed dataset as `datasets` has it: an iterable with a position."
-
     def __init__(self, n, texts=None, delay=0.0):
-        self.n, self.at, self.delay = n, 0, delay
-        self.texts = texts or documents(n)
-
+        self.n, self.at, self.delay, self.texts = n, 0, delay, texts or documents(n)
     def __iter__(self):
         while self.at < self.n:
             time.sleep(self.delay)
             self.at += 1
             yield {"text": self.texts[self.at - 1]}
-
     def state_dict(self):
         return {"at": self.at}
-
     def load_state_dict(self, state):
         self.at = state["at"]
-
-
-def dies(monkeypatch, owner, name, call, before):
-    "The process is killed at that call of a function, before or after its work: no clean-up, no flush."
-    real, count = getattr(owner, name), iter(range(10**6))
-
-    def dying(*arguments):
-        last = next(count) == call
-        if last and before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*arguments)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    monkeypatch.setattr(owner, name, dying)
 
 
 def test_a_stream_killed_again_and_again_gives_the_same_shards(tmp_path, monkeypatch):
@@ -554,23 +457,18 @@ def test_a_stream_killed_again_and_again_gives_the_same_shards(tmp_path, monkeyp
     fake_datasets(monkeypatch, lambda *args, **options: Rows(900))
     options = {"shard_tokens": 5000, "fraction": 0.2, "workers": 2}
     whole = prepare("hf:owner/books", cache=tmp_path / "whole", **options)
-    fork = multiprocessing.get_context("fork")
+    die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
     deaths = [
         (data.OpenShard, "write", 50, True),  # in the middle of a batch
         (data, "write_json", 3, True),  # everything is on the disk but the journal
         (data.OpenShard, "finish", 2, False),  # a shard has its name, and the journal does not know
         (data, "reopen", 0, False),  # while going on
-        (data.OpenShard, "mark", 9, False),
-        (data, "write_json", 4, False),
-    ]
+        (data.OpenShard, "mark", 9, False), (data, "write_json", 4, False)]
     for death in deaths:
         with monkeypatch.context() as patch:
-            dies(patch, *death)
-            work = lambda: prepare("hf:owner/books", cache=tmp_path / "cache", **options)
-            child = fork.Process(target=work)
-            child.start()
-            child.join()
-        assert child.exitcode == -signal.SIGKILL, death
+            at_call(patch, *death[:3], die, death[3])
+            codes = in_processes(lambda *_: prepare("hf:owner/books", cache=tmp_path / "cache", **options), 0)[1]
+        assert codes == [-signal.SIGKILL], death
         assert list((tmp_path / "cache").glob(".*.partial/journal.json")), death
         assert not list((tmp_path / "cache").glob("*/index.json"))
     starts, real = [], Rows.load_state_dict
@@ -588,98 +486,63 @@ def test_the_real_library_goes_on_in_the_middle_of_a_file(tmp_path, monkeypatch)
     for number in range(3):
         lines = [json.dumps({"text": text}) for text in texts[100 * number : 100 * number + 100]]
         (folder / f"part-{number}.jsonl").write_text("\n".join(lines))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
+    interrupted(monkeypatch, 4, f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
     corpus = prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
-    plain = tmp_path / "plain.txt"
-    plain.write_text(SEPARATOR.join(texts) + SEPARATOR)
     assert corpus.index["train"]["documents"] + corpus.index["val"]["documents"] == 300
     held = [text for text in texts if is_held_out(text)]
     assert bytes(corpus.val[:]) == "".join(text + "\0" for text in held).encode()
     (corpus.folder / "train-00003.bin").unlink()
-    assert bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000, repair=True)) == (
-        bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "other", shard_tokens=5000))
-    )
+    repaired = prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000, repair=True)
+    assert bytes_of(repaired) == bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "other", shard_tokens=5000))
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
     small_batches(monkeypatch)
     fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 20, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            prepare("hf:owner/books", cache=tmp_path)
+    interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path)
     fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
     with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
         prepare("hf:owner/books", cache=tmp_path)
 
 
-def test_a_network_that_fails_in_the_middle_is_one_line_and_keeps_the_work(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what, says", [
+    ("disk", "cannot write .*No space left on device.*; what was prepared is kept"),
+    ("network", "'owner/books'.*timed out; what was prepared is kept")])
+def test_a_full_disk_or_a_lost_network_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
     small_batches(monkeypatch, 100)
-    texts = documents(1500)
-
     class Broken(Rows):
         def __iter__(self):
             for row in super().__iter__():
                 if self.at == 1400:
                     raise ConnectionError("read timed out\nand more")
                 yield row
-
-    fake_datasets(monkeypatch, lambda *args, **options: Broken(1500, texts))
-    with pytest.raises(OSError, match="'owner/books'.*timed out; what was prepared is kept") as caught:
-        prepare("hf:owner/books", cache=tmp_path)
-    assert "\n" not in str(caught.value)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500, texts))
-    assert len(prepare("hf:owner/books", cache=tmp_path).index["train"]["shards"]) == 1
-
-
-def test_a_full_disk_is_one_line_and_keeps_the_work(tmp_path, monkeypatch):
-    small_batches(monkeypatch, 20)
-    source = write(tmp_path / "a.txt")
-    whole = prepare(source, cache=tmp_path / "whole", shard_tokens=1000)
-    with monkeypatch.context() as patch:
-        real, count = data.OpenShard.write, iter(range(10**6))
-
-        def full(self, tokens):
-            if next(count) == 100:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            real(self, tokens)
-
-        patch.setattr(data.OpenShard, "write", full)
-        with pytest.raises(OSError, match="cannot write .*No space left on device; what was prepared is kept") as e:
-            prepare(source, cache=tmp_path / "cache", shard_tokens=1000)
-    assert "\n" not in str(e.value) and e.value.errno == errno.ENOSPC
-    assert bytes_of(prepare(source, cache=tmp_path / "cache", shard_tokens=1000)) == bytes_of(whole)
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500))
+    whole = prepare("hf:owner/books", cache=tmp_path / "whole", shard_tokens=50_000)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
+        if what == "disk":
+            at_call(patch, data.OpenShard, "write", 300, full)
+        else:
+            fake_datasets(patch, lambda *args, **options: Broken(1500))
+        prepare("hf:owner/books", cache=tmp_path / "cache", shard_tokens=50_000)
+    assert "\n" not in str(caught.value) and caught.value.errno == (errno.ENOSPC if what == "disk" else None)
+    assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache", shard_tokens=50_000)) == bytes_of(whole)
 
 
 def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatch):
     small_batches(monkeypatch)
     fake_datasets(monkeypatch, lambda *args, **options: Rows(300, delay=0.001))
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
-
-    def work():
-        before = time.monotonic()
-        results.put((len(prepare("hf:owner/books", cache=tmp_path).train), time.monotonic() - before))
-
-    children = [fork.Process(target=work) for _ in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    found = [results.get() for _ in children]
-    assert [child.exitcode for child in children] == [0, 0, 0] and len({n for n, _ in found}) == 1
+    work = lambda results, _: results.put(len(prepare("hf:owner/books", cache=tmp_path).train))
+    found, codes = in_processes(work, 0, 1, 2)
+    assert codes == [0, 0, 0] and len(found) == 3 and len(set(found)) == 1
     assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
 
 
 def no_locks(monkeypatch, number):
     "Locking fails with this error, as on a file system without locks."
-
     def flock(*arguments):
         raise OSError(number, os.strerror(number))
-
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
@@ -689,11 +552,9 @@ def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch,
     source = write(tmp_path / "a.txt")
     whole = prepare(source, cache=tmp_path / "whole")
     no_locks(monkeypatch, number)
-    assert data.locked(tmp_path, wait=False) is None
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, cache=tmp_path / "cache")
+    with exclusive_lock(tmp_path, wait=False) as alone:
+        assert not alone
+    interrupted(monkeypatch, 4, source, cache=tmp_path / "cache")
     partial = next((tmp_path / "cache").glob(".*.partial"))
     assert f"the file system of {partial} has no locks" in capsys.readouterr().err
     found = prepare(source, cache=tmp_path / "cache")
@@ -703,8 +564,8 @@ def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch,
 def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
     no_locks(monkeypatch, errno.EIO)
     open_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError) as caught:
-        data.locked(tmp_path)
+    with pytest.raises(OSError) as caught, exclusive_lock(tmp_path):
+        pass
     assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
 
 
@@ -712,11 +573,9 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
 def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks):
     small_batches(monkeypatch)
     no_locks(monkeypatch, errno.ENOSYS)
-    source, fork = write(tmp_path / "a.txt", 1000), multiprocessing.get_context("fork")
-    results, options = fork.SimpleQueue(), {"shard_tokens": 5000, "workers": 1}
+    source, options = write(tmp_path / "a.txt", 1000), {"shard_tokens": 5000, "workers": 1}
     whole = bytes_of(prepare(source, cache=tmp_path / "whole", **options))
-
-    def work(rank):
+    def work(results, rank):
         if ranks:
             os.environ["RANK"] = str(rank)
         time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
@@ -724,13 +583,9 @@ def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks
             results.put(bytes_of(prepare(source, cache=tmp_path / "cache", **options)) == whole)
         except (OSError, ValueError):
             results.put("refused")
-
-    children = [fork.Process(target=work, args=(rank,)) for rank in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    found = {results.get() for _ in children}
+    results, codes = in_processes(work, 0, 1, 2)
+    found = set(results)
+    assert codes == [0, 0, 0] and len(results) == 3
     assert found == {True} if ranks else found <= {True, "refused"}  # two separate runs may stop each other
     for repair in (False, False, True):  # what they left damaged is refused, and removed or made again
         try:
@@ -749,30 +604,9 @@ def test_a_target_of_tokens_stops_behind_the_document_that_reaches_it(tmp_path, 
     assert bytes(some.train[:]) == bytes(everything.train[: len(some.train)]) and some.train[-1] == 0
 
 
-def test_names_of_datasets(monkeypatch):
-    asked = []
-
-    def load(path, config, split, streaming, **options):
-        asked.append((path, config, split, options))
-        return [{"text": "x"}]
-
-    fake_datasets(monkeypatch, load)
-    for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
-        list(load_documents(f"hf:{name}"))
-    assert asked == [
-        ("a/b", None, "train", {}),
-        ("a/b", "c", "test", {}),
-        ("a/b", None, "train", {"revision": "v1"}),
-        ("a/b", None, "validation", {"revision": "v1"}),
-    ]
-    with pytest.raises(ValueError, match="hf::: its name should look like"):
-        list(load_documents("hf::"))
-
-
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch):
     class Wrong(data.ByteTokenizer):
         vocab_size = 100
-
     monkeypatch.setattr(data, "get_tokenizer", lambda name: Wrong())
     with pytest.raises(ValueError, match="tokenizer bytes gives token 1.., which is outside its vocabulary of 100"):
         prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
@@ -796,14 +630,9 @@ def test_the_index_is_what_makes_a_folder_good(tmp_path):
     assert bytes(prepare(source, cache=tmp_path / "cache").train[:]) == before
 
 
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (lambda b: b[:-1], "is missing or has the wrong size"),
-        (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged"),
-        (None, "is missing or has"),
-    ],
-)
+@pytest.mark.parametrize("damage, says", [
+    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"),
+    (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
 def test_a_damaged_shard_is_found(tmp_path, damage, says):
     source = write(tmp_path / "a.txt")
     shard = prepare(source, cache=tmp_path / "cache").folder / "train-00000.bin"
@@ -811,10 +640,7 @@ def test_a_damaged_shard_is_found(tmp_path, damage, says):
     shard.unlink()
     if damage:
         shard.write_bytes(damage(content))
-    with pytest.raises(
-        ValueError,
-        match=f"train-00000.bin {says}.*delete the folder",
-    ) as caught:
+    with pytest.raises(ValueError, match=f"train-00000.bin {says}.*delete the folder") as caught:
         prepare(source, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
     prepare(source, cache=tmp_path / "cache", repair=True)
@@ -847,17 +673,13 @@ def test_what_opening_checks(tmp_path):
 def test_another_text_is_another_folder(tmp_path):
     source = write(tmp_path / "a.txt", 150)
     first = prepare(source, cache=tmp_path / "cache")
-    assert prepare(source, cache=tmp_path / "cache").folder == first.folder
-    os.utime(source, (1, 1))
-    assert prepare(source, cache=tmp_path / "cache").folder == first.folder  # content counts, not the date
+    for date in (None, (1, 1)):  # content counts, not the date
+        os.utime(source, date)
+        assert prepare(source, cache=tmp_path / "cache").folder == first.folder
     write(tmp_path / "a.txt", 151)
-    folders = {
-        first.folder,
-        prepare(source, cache=tmp_path / "cache").folder,
-        prepare(source, cache=tmp_path / "cache", fraction=0.1).folder,
-        prepare(source, cache=tmp_path / "cache", limit=120).folder,
-    }
-    assert len(folders) == 4
+    others = {prepare(source, cache=tmp_path / "cache", **options).folder
+              for options in ({}, {"fraction": 0.1}, {"limit": 120})}
+    assert len(others | {first.folder}) == 4
 
 
 # ---- the sampler
@@ -876,11 +698,8 @@ def test_every_window_once_an_epoch(context, batch, extra, seed, world):
             assert torch.equal(inputs + 1, targets)  # neighbours in this text differ by one
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
-        starts = sorted(epoch)
-        assert starts == list(
-            range(starts[0], starts[0] + n * context, context)
-        )  # adjacent, so no token is an input twice
-        assert starts[-1] + context < len(tokens)
+        starts = sorted(epoch) # adjacent, so no token is an input twice
+        assert starts == list(range(starts[0], starts[0] + n * context, context)) and starts[-1] + context < len(tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -897,44 +716,33 @@ def test_position_is_restored_exactly(steps, seed):
 
 def test_the_order_depends_on_the_seed_and_on_no_other_randomness():
     tokens = np.arange(1000)
-
     def order(seed):
         torch.manual_seed(np.random.randint(1000))
         sampler = Sampler(tokens, 8, 16, seed)
         return [sampler.next_batch()[0][:, 0].tolist() for _ in range(10)]
-
     assert order(0) == order(0) != order(1)
 
 
-def test_a_saved_position_of_other_data_is_refused():
+def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     state = Sampler(np.arange(100), 8, 2).state_dict()
-    for other in (
-        Sampler(np.arange(101), 8, 2),
-        Sampler(np.arange(100), 9, 2),
-        Sampler(np.arange(100), 8, 2, seed=1),
-    ):
+    for other in (Sampler(np.arange(101), 8, 2), Sampler(np.arange(100), 9, 2), Sampler(np.arange(100), 8, 2, seed=1)):
         with pytest.raises(ValueError, match="the saved position belongs to"):
             other.load_state_dict(state)
     Sampler(np.arange(100), 8, 4).load_state_dict(state)  # another batch size goes on in the same order
-
-
-def test_text_shorter_than_the_context_is_refused():
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (dict(fraction=1.5), "fraction is 1.5"), (dict(fraction=0), "fraction is 0"), (dict(fraction=math.nan), "fraction is nan"),
-    (dict(limit=0), "limit is 0"), (dict(tokens=-5), "tokens is -5"), (dict(shard_tokens=0), "shard_tokens is 0"),
-    (dict(workers=0), "workers is 0"), (dict(verify="never"), "verify is 'never'"), (dict(limit=1.5), "limit is 1.5")])
-def test_settings_that_cannot_be_are_refused(tmp_path, wrong, says):
-    with pytest.raises(ValueError, match=says):
-        prepare("stdlib", cache=tmp_path, **wrong)
+@pytest.mark.parametrize("name, value", [
+    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
+    ("shard_tokens", 0), ("workers", 0), ("verify", "never")])
+def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+        prepare("stdlib", cache=tmp_path, **{name: value})
 
 
-@pytest.mark.parametrize("documents", [1, 3])
-@pytest.mark.parametrize("tokens", [1000, 100_000])
+@pytest.mark.parametrize("documents, tokens", [(1, 1000), (1, 100_000), (3, 1000), (3, 100_000)])
 def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
     text = tmp_path / "text.txt"
     lines = "".join(f"line {i}\n" for i in range(9000))

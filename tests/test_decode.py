@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
+from scan_cases import DEVICE, captured, error
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_conv, triton_step as step_module
-from longhorn_kit.scan.op import FORMS, longhorn_scan, longhorn_step
+from longhorn_kit.scan.op import FORMS, longhorn_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULES = (*FORMS, "s6", "s6_timed")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 BACKENDS = ("reference", "triton")
@@ -44,10 +44,6 @@ def reference(a, state, rule):
     if d["A"] is None:
         return reference_scan(d["q"], d["k"], d["x"], d["b"], d["bias"], form=rule, **rest)
     return reference_selective_scan(d["q"], d["k"], d["x"], d["b"], d["A"], d["bias"], **rest)
-
-
-def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if torch.isfinite(a).all() else float("inf")
 
 
 def assert_steps(B, D, N, rule, T=3, **made):
@@ -91,38 +87,26 @@ def test_optional_arguments_left_out_and_strided_rows():
         assert error(out, want[:, 0]) < 1e-6 and error(after, last) < 1e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_prefill_then_steps_equal_the_scan(form, backend):
-    a, first = inputs(2, 5, 3, form, T=9)
-    row = lambda lo, hi: [a[n][:, lo:hi] for n in "qkxb"]
-    rest = lambda lo, hi: dict(b_bias=a["bias"], D_skip=a["skip"], z=a["z"][:, lo:hi])
-    whole, last = longhorn_scan(*row(0, 9), **rest(0, 9), form=form, initial_state=first, output_final_state=True, backend="reference")
-    _, state = longhorn_scan(*row(0, 6), **rest(0, 6), form=form, initial_state=first, output_final_state=True, backend=backend)
-    for t in range(6, 9):
-        now = at(a, t)
-        out, same = longhorn_step(*(now[n] for n in "qkxb"), state, now["bias"], now["skip"], now["z"], form=form,
-                                  inplace=True, backend=backend)
-        assert same is state
-        torch.testing.assert_close(out, whole[:, t], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
+def assert_conv_steps(B, T, D, W, inplace, dtype=torch.float32, bias=True, first=True, backend="auto", activation="silu"):
+    "Steps of the convolution, in place where `inplace(t)`, are the convolution."
+    x, weight, c = torch.randn(B, T, D, device=DEVICE).to(dtype), torch.randn(D, W, device=DEVICE), torch.randn(D, device=DEVICE) if bias else None
+    state = (torch.randn if first else torch.zeros)(B, D, W - 1, device=DEVICE, dtype=dtype)
+    whole, last = causal_conv1d(x, weight, c, activation=activation, initial_state=state.clone(), output_final_state=True,
+                                backend="torch" if first else "auto")
+    for t in range(T):
+        given = state.clone()
+        y, after = causal_conv1d_step(x[:, t], state, weight, c, activation=activation, inplace=inplace(t), backend=backend)
+        assert (after is state) == inplace(t) and (inplace(t) or torch.equal(state, given))
+        torch.testing.assert_close(y, whole[:, t])
+        state = after
+    assert torch.equal(state, last)
 
 
 @pytest.mark.parametrize("inplace", (False, True))
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("W, D, activation, bias", [(4, 5, "silu", True), (2, 3, None, False), (1, 3, "silu", True), (8, 40, "silu", True)])
 def test_convolution_steps_equal_the_convolution(W, D, activation, bias, backend, inplace):
-    x, weight, c = torch.randn(2, 6, D, device=DEVICE), torch.randn(D, W, device=DEVICE), torch.randn(D, device=DEVICE) if bias else None
-    first = torch.randn(2, D, W - 1, device=DEVICE)
-    whole, last = causal_conv1d(x, weight, c, activation=activation, initial_state=first, output_final_state=True, backend="torch")
-    state = first.clone()
-    for t in range(6):
-        given = state.clone()
-        y, after = causal_conv1d_step(x[:, t], state, weight, c, activation=activation, inplace=inplace, backend=backend)
-        assert (after is state) == inplace and (inplace or torch.equal(state, given))
-        torch.testing.assert_close(y, whole[:, t])
-        state = after
-    assert torch.equal(state, last)
+    assert_conv_steps(2, 6, D, W, activation=activation, bias=bias, backend=backend, inplace=lambda t: inplace)
 
 
 def test_steps_learn_where_gradients_are_wanted():
@@ -181,16 +165,6 @@ def test_a_layer_steps_in_place(name):
         assert same is cache and held == [t.data_ptr() for t in cache]
 
 
-def test_bad_arguments_are_named():
-    x, state, weight = torch.zeros(2, 3), torch.zeros(2, 3, 3), torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"state has shape \(2, 3, 2\); expected \(2, 3, 3\) to match x_t and weight"):
-        causal_conv1d_step(x, state[..., 1:], weight)
-    with pytest.raises(ValueError, match=r"x_t has shape \(3,\); expected \(B, D\)"):
-        causal_conv1d_step(x[0], state, weight)
-    with pytest.raises(ValueError, match="backend is 'cuda'"):
-        longhorn_step(x, x, x, x, state, backend="cuda")
-
-
 COMPILE = """
 import sys; sys.path.insert(0, "kernels")
 import json, aot, decode_times, torch
@@ -236,13 +210,7 @@ def test_gpu_parity(rule, B, D, N, dtype):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("W", (1, 2, 3, 4, 8))
 def test_gpu_convolution_steps_are_the_convolution(W, dtype):
-    x, weight, c = torch.randn(5, 20, 300, device=DEVICE).to(dtype), torch.randn(300, W, device=DEVICE), torch.randn(300, device=DEVICE)
-    whole, last = causal_conv1d(x, weight, c, output_final_state=True)
-    state = torch.zeros(5, 300, W - 1, device=DEVICE, dtype=dtype)
-    for t in range(20):
-        y, state = causal_conv1d_step(x[:, t], state, weight, c, inplace=t % 2 == 0)
-        torch.testing.assert_close(y, whole[:, t])
-    assert torch.equal(state, last)
+    assert_conv_steps(5, 20, 300, W, dtype=dtype, first=False, inplace=lambda t: t % 2 == 0)
 
 
 @pytest.mark.cuda
@@ -255,12 +223,7 @@ def test_gpu_layer_in_a_cuda_graph(name):
         whole = layer(h)
         _, cache = layer.prefill(h[:, :4])
         kept, token = [t.clone() for t in cache], h[:, 4].clone()
-        for _ in range(2):
-            layer.step(token, cache, inplace=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y, _ = layer.step(token, cache, inplace=True)
+        graph, (y, _) = captured(lambda: layer.step(token, cache, inplace=True))
         for t, k in zip(cache, kept):
             t.copy_(k)
         for t in range(4, 12):

@@ -9,12 +9,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longhorn_kit.scan import triton_diagonal, triton_exact, triton_portable
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
-from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton_selective import selective_plan
-from scan_cases import error
+from scan_cases import inputs, off, oracle
 
 BF16, FP32 = torch.bfloat16, torch.float32
-PER_TOKEN = ("q", "k", "x", "b", "z")
+ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
 def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
@@ -57,38 +56,16 @@ def kernels(form):
     return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
 
 
-def right_scan(form, A, b, b_bias, **rest):
-    if A is None:
-        return reference_scan(form=form, b=b, b_bias=b_bias, **rest)
-    return reference_selective_scan(dt=b, dt_bias=b_bias, A=A, **rest)
-
-
 def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
-    gen = torch.Generator().manual_seed(0)
-    new = lambda *s, like=FP32: torch.randn(*s, generator=gen).to(like)
-    n = B if bounds is None else len(bounds) - 1
-    a = dict(q=(new(B, T, N) / 2).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D, like=dtype),
-             b=new(B, T, 1 if scalar else D, like=dtype), b_bias=new(D), D_skip=new(D), z=new(B, T, D, like=dtype))
-    rates = dict(s6=(D, N), s6_timed=(B, T, N)).get(form)
-    a |= {} if rates is None else dict(A=-new(*rates).exp().to(FP32 if form == "s6" else dtype))
-    a |= dict(initial_state=new(n, D, N))
-    dout, dfinal = new(B, T, D, like=dtype), new(n, D, N)
-    per_token = PER_TOKEN + ("A",) * (form == "s6_timed")
-    r = {name: t.double().requires_grad_() for name, t in a.items()}
-    parts = [(slice(None), 0, T)] if bounds is None else [(slice(i, i + 1), *ends) for i, ends in enumerate(zip(bounds, bounds[1:]))]
-    done = [right_scan(form, **{"A": None} | {name: t[:, lo:hi] if name in per_token else t[which] if name == "initial_state" else t
-                                              for name, t in r.items()}) for which, lo, hi in parts]
-    right, last = torch.cat([d[0] for d in done], 1), torch.cat([d[1] for d in done])
-    grads = torch.autograd.grad((right * dout).sum() + (last * dfinal).sum(), list(r.values()))
-
+    n = None if bounds is None else len(bounds) - 1
+    a, dout, dfinal = inputs(B, T, D, N, form, dtype=dtype, scalar=scalar, sequences=n)
     make, forward, backward = kernels(form)
-    packed, cu = (None, None) if bounds is None else (n, torch.tensor(bounds, dtype=torch.int32))
-    inputs, rest = [a[name] for name in ("q", "k", "x", "b", "b_bias", "D_skip", "z")], dict(A=a["A"]) if "A" in a else {}
+    given, rest = [a[name] for name in ARGUMENTS[:7]], {} if a["A"] is None else dict(A=a["A"])
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     with gluon_on_cpu():
-        out, final, kept = forward(make(B, T, D, N, packed, **plan), *inputs, a["initial_state"], cu, **rest)
-        found = backward(make(B, T, D, N, packed, "backward", **plan), dout, dfinal, kept, *inputs, cu, **rest)
-    pairs = zip(a, (g for g in found if g is not None), grads)
-    return dict(out=error(out, right), last=error(final, last), **{name: error(f, g) for name, f, g in pairs})
+        out, final, kept = forward(make(B, T, D, N, n, **plan), *given, a["initial_state"], cu, **rest)
+        grads = backward(make(B, T, D, N, n, "backward", **plan), dout, dfinal, kept, *given, cu, **rest)
+    return off((out, final, dict(zip(ARGUMENTS, grads))), oracle(a, dout, dfinal, form, bounds))
 
 
 CASES = [

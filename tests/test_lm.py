@@ -223,34 +223,23 @@ def test_dtype_is_kept_or_chosen(tmp_path):
     assert SequenceLM.from_pretrained(tmp_path, dtype=torch.float32).norm.weight.dtype is torch.float32
 
 
-def damage(folder, how):
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    if how == "cut":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "empty":
-        weights.write_bytes(b"")
-    elif how == "garbage":
-        weights.write_bytes(os.urandom(5000))
-    elif how == "json":
-        config.write_text('{"vocab_size": ')
-    elif how == "bytes":
-        config.write_bytes(b"\xff\xfe\x00")
-    elif how == "key":
-        config.write_text('{"vocab": 12}')
-    elif how == "value":
-        config.write_text('{"n_layer": "two"}')
-    elif how == "list":
-        config.write_text("[1, 2]")
-    elif how == "other config":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "d_model": 32}))
-    return "config.json" if how in ("json", "bytes", "key", "value", "list") else "model.safetensors"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+DAMAGE = {
+    "cut": (WEIGHTS, lambda held: held[:-100]), "empty": (WEIGHTS, lambda held: b""), "garbage": (WEIGHTS, lambda held: os.urandom(5000)),
+    "json": (CONFIG, lambda held: b'{"vocab_size": '), "bytes": (CONFIG, lambda held: b"\xff\xfe\x00"), "list": (CONFIG, lambda held: b"[1, 2]"),
+    "key": (CONFIG, lambda held: b'{"vocab": 12}'), "value": (CONFIG, lambda held: b'{"n_layer": "two"}'),
+    "other config": (CONFIG, lambda held: held.replace(b'"d_model": 16', b'"d_model": 32')),
+}
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "garbage", "json", "bytes", "key", "value", "list", "other config"])
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_model_names_the_file(tmp_path, how):
     make().save_pretrained(tmp_path)
-    culprit = damage(tmp_path, how)
-    with pytest.raises(ValueError, match=culprit) as error:
+    file, damage = DAMAGE[how]
+    held = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(damage(held))
+    assert damage(held) != held
+    with pytest.raises(ValueError, match=WEIGHTS if how == "other config" else file) as error:
         SequenceLM.from_pretrained(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
@@ -306,8 +295,8 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path, monkeypatch):
         assert not path.exists() and part.parent == path.parent, "same folder, so that the move is one step"
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(lm.os, "replace", no_move)
-    with pytest.raises(OSError, match="model.safetensors could not be written"):
+    monkeypatch.setattr(os, "replace", no_move)
+    with pytest.raises(OSError, match="cannot write .*model.safetensors"):
         make().save_pretrained(tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -432,29 +421,6 @@ def test_official_code_has_no_such_model(options):
 
 # Bad input
 
-@pytest.mark.parametrize("options, message", [
-    (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"),
-    (dict(mixer=3), "mixer is 3; expected a str"),
-    (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
-    (dict(d_model=16.0), "d_model is 16.0; expected an integer"),
-    (dict(n_layer=True), "n_layer is True; expected an integer"),
-    (dict(d_mlp=-4), "d_mlp is -4; expected an integer"),
-    (dict(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
-    (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"),
-    (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
-    (dict(mixer_options=[8]), r"mixer_options is \[8\]; expected a dict"),
-    (dict(mixer_options=dict(rate="matrix")), "rate is 'matrix'; expected vector or scalar"),
-    (dict(mixer_options=dict(d_model=8)), "no option 'd_model'"),
-    (dict(mixer_options={3: 8}), "no option '3'"),
-    (dict(mixer="attention", mixer_options=dict(rope_base="1e4")), "rope_base is '1e4'; expected a number above 0"),
-    (dict(mixer="attention", d_model=15), "d_model is 15; rotary positions need an even size"),
-])
-def test_a_wrong_config_is_told_in_one_line(options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        LMConfig(**options)
-    assert "\n" not in str(error.value)
-
-
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
@@ -473,6 +439,21 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     (lambda m: m.generate(TOKENS, 2, top_k=0), "top_k is 0; expected an integer of at least 1"),
     (lambda m: m.generate(TOKENS, 2, top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"),
     (lambda m: m.generate(TOKENS, 2, top_p=1.5), "top_p is 1.5"),
+    (lambda m: LMConfig(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"),
+    (lambda m: LMConfig(mixer=3), "mixer is 3; expected a str"),
+    (lambda m: LMConfig(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
+    (lambda m: LMConfig(d_model=16.0), "d_model is 16.0; expected an integer"),
+    (lambda m: LMConfig(n_layer=True), "n_layer is True; expected an integer"),
+    (lambda m: LMConfig(d_mlp=-4), "d_mlp is -4; expected an integer"),
+    (lambda m: LMConfig(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
+    (lambda m: LMConfig(norm_eps="small"), "norm_eps is 'small'; expected a number"),
+    (lambda m: LMConfig(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
+    (lambda m: LMConfig(mixer_options=[8]), r"mixer_options is \[8\]; expected a dict"),
+    (lambda m: LMConfig(mixer_options=dict(rate="matrix")), "rate is 'matrix'; expected vector or scalar"),
+    (lambda m: LMConfig(mixer_options=dict(d_model=8)), "no option 'd_model'"),
+    (lambda m: LMConfig(mixer_options={3: 8}), "no option '3'"),
+    (lambda m: LMConfig(mixer="attention", mixer_options=dict(rope_base="1e4")), "rope_base is '1e4'; expected a number above 0"),
+    (lambda m: LMConfig(mixer="attention", d_model=15), "d_model is 15; rotary positions need an even size"),
     (lambda m: LMConfig.from_dict({"vocab": 3}), "config has no key 'vocab'; known keys: vocab_size, d_model"),
     (lambda m: match_parameters(m.config, 0), "target is 0; expected an integer of at least 1"),
 ])

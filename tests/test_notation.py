@@ -79,31 +79,23 @@ def test_optional_arguments_stay_none():
     assert from_official(**official)["z"] is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_to_official_names_the_tensor_of_the_wrong_shape(name):
-    ours = inputs()
-    ours[name] = ours[name][..., :-1]
-    with pytest.raises(ValueError, match=r"has shape .*expected"):
-        to_official(**ours)
-    if name not in ("q", "x"):  # the tensors that the others are compared with
-        with pytest.raises(ValueError, match=rf"^{name} has shape"):
-            to_official(**ours)
+@pytest.mark.parametrize("convert, name", [(to_official, name) for name in NAMES] + [
+    (from_official, name) for name in ("k", "dt", "D", "t_bias", "z")])
+def test_the_tensor_of_the_wrong_shape_is_named(convert, name):
+    given = inputs() if convert is to_official else to_official(**inputs())
+    given[name] = given[name][..., :-1]
+    # q and x are the tensors that the others are compared with
+    with pytest.raises(ValueError, match="has shape .*expected" if name in ("q", "x") else rf"^{name} has shape .*expected"):
+        convert(**given)
 
 
-@pytest.mark.parametrize("name", ["k", "dt", "D", "t_bias", "z"])
-def test_from_official_names_the_tensor_of_the_wrong_shape(name):
-    official = to_official(**inputs())
-    official[name] = official[name][..., :-1]
-    with pytest.raises(ValueError, match=rf"^{name} has shape"):
-        from_official(**official)
-
-
-def test_a_missing_dimension_is_an_error():
-    ours = inputs()
-    with pytest.raises(ValueError, match="expected three dimensions"):
-        swap_layout(ours["x"][0])
-    with pytest.raises(ValueError, match=r"expected \(B,T,N\) and \(B,T,D\)"):
-        to_official(**{**ours, "x": ours["x"][0]})
+@pytest.mark.parametrize("call, message", [
+    (lambda: swap_layout(inputs()["x"][0]), "expected three dimensions"),
+    (lambda: to_official(**{**inputs(), "x": inputs()["x"][0]}), r"expected \(B,T,N\) and \(B,T,D\)"),
+    (lambda: shape_of("foo", B=1), "no symbol 'foo'"), (lambda: shape_of("x", B=1, T=2), r"\(B,T,D\); missing: D")])
+def test_what_is_missing_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes():
@@ -112,10 +104,3 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
     for name, symbol in SYMBOLS.items():
         assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(symbol.shape)
-
-
-def test_shape_of_names_what_it_does_not_know():
-    with pytest.raises(ValueError, match="no symbol 'foo'"):
-        shape_of("foo", B=1)
-    with pytest.raises(ValueError, match=r"\(B,T,D\); missing: D"):
-        shape_of("x", B=1, T=2)

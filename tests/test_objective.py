@@ -43,11 +43,15 @@ def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
     assert (IMPLICIT(nearby, S, k, x, beta=beta) > IMPLICIT(solved, S, k, x, beta=beta)).all()
 
 
-def test_a_batch_is_solved_as_independent_problems():
-    S, k, x, beta = problem(5)
-    together = IMPLICIT.minimise(S, k, x, beta=beta)
-    alone = torch.stack([IMPLICIT.minimise(*p[:3], beta=p[3]) for p in zip(S, k, x, beta)])
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("method", ["solve", "descend"])
+@pytest.mark.parametrize("many", ["S k x beta", "k x beta", "beta"])
+def test_a_batch_of_any_arguments_is_as_many_problems(many, method):
+    one, batch = (dict(zip(("S", "k", "x", "beta"), problem(*lead))) for lead in ((), (7,)))
+    given = {n: batch[n] if n in many.split() else t for n, t in one.items()}
+    solve = lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, method=method, beta=beta)
+    each = torch.stack([solve(**{n: t[i] if n in many.split() else t for n, t in given.items()}) for i in range(7)])
+    torch.testing.assert_close(solve(**given), each, rtol=1e-7, atol=1e-7)
+    assert IMPLICIT.gradient(given["S"], given["S"], given["k"], given["x"], beta=given["beta"]).shape == (7, 3, 4)
 
 
 def test_the_gradient_passes_a_finite_difference_check():
@@ -88,16 +92,6 @@ def test_any_distance_and_loss_can_be_combined():
     torch.testing.assert_close(solved, a * S + 0.3 * torch.outer(x, k), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["solve", "descend"])
-def test_one_state_and_many_pairs_are_as_many_problems(method):
-    torch.manual_seed(0)
-    S, k, x, beta = torch.randn(3, 4).double(), torch.randn(7, 4).double(), torch.randn(7, 3).double(), torch.rand(7, 3).double()
-    solved = IMPLICIT.minimise(S, k, x, method=method, beta=beta)
-    each = torch.stack([IMPLICIT.minimise(S, *pair[:2], beta=pair[2]) for pair in zip(k, x, beta)])
-    torch.testing.assert_close(solved, each, rtol=1e-7, atol=1e-7)
-    assert IMPLICIT.gradient(S, S, k, x, beta=beta).shape == (7, 3, 4)
-
-
 def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
     for seed in range(10):
         torch.manual_seed(seed)
@@ -106,14 +100,6 @@ def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
             beta = torch.tensor(0.5).double()
             found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
             torch.testing.assert_close(found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9)
-
-
-def test_many_rates_for_one_pair_are_as_many_problems():
-    torch.manual_seed(0)
-    S, k, x, beta = torch.randn(3, 4).double(), torch.randn(4).double(), torch.randn(3).double(), torch.rand(7, 3).double()
-    each = torch.stack([IMPLICIT.minimise(S, k, x, beta=b) for b in beta])
-    for method in ("solve", "descend"):
-        torch.testing.assert_close(IMPLICIT.minimise(S, k, x, method=method, beta=beta), each, rtol=1e-7, atol=1e-7)
 
 
 def test_a_loss_over_a_minibatch_is_one_problem():

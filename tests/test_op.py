@@ -40,18 +40,21 @@ def run(form, t, A=None, **options):
 
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_equal_the_scan(form, backend):
+@pytest.mark.parametrize("inplace", [False, True])
+def test_steps_equal_the_scan(form, backend, inplace):
     t = make()
     first = torch.randn(B, D, N)
     out, end = run(form, t, initial_state=first, output_final_state=True, backend=backend)
-    A, state = rates(form, t), first
+    A, state = rates(form, t), first.clone()
     for i in range(T):
         now = [t[n][:, i] for n in "qkxb"]
         if form in FORMS:
-            o, state = longhorn_step(*now, state, t["b_bias"], t["D_skip"], t["z"][:, i], form=form)
+            o, new = longhorn_step(*now, state, t["b_bias"], t["D_skip"], t["z"][:, i], form=form, inplace=inplace, backend=backend)
         else:
             A_t = A[:, i : i + 1] if form == "timed s6" else A
-            o, state = selective_step(*now, A_t, state, t["b_bias"], t["D_skip"], t["z"][:, i])
+            o, new = selective_step(*now, A_t, state, t["b_bias"], t["D_skip"], t["z"][:, i], inplace=inplace, backend=backend)
+        assert (new is state) == inplace
+        state = new
         torch.testing.assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
 

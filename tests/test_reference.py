@@ -79,20 +79,3 @@ def test_scalar_rate_is_one_column_for_all_channels(form, tensors):
     one, _ = reference_scan(**t, b=b, form=form)
     many, _ = reference_scan(**t, b=b.expand(B, T, D), form=form)
     torch.testing.assert_close(one, many, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_state_is_float32_and_out_has_the_dtype_of_x(dtype, tensors):
-    t = {name: v.detach().to(dtype) for name, v in tensors.items() if name != "initial_state"}
-    out, S = reference_scan(**t)
-    exact, _ = reference_scan(**{name: v.double() for name, v in t.items()})
-    assert out.dtype == dtype and S.dtype == torch.float32
-    assert (out.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
-
-
-@pytest.mark.parametrize("batch, steps", [(0, 3), (2, 0), (0, 0)])
-def test_empty(batch, steps):
-    q, x = torch.zeros(batch, steps, N), torch.zeros(batch, steps, D)
-    state = torch.randn(batch, D, N)
-    out, S = reference_scan(q, q, x, x, initial_state=state)
-    assert out.shape == (batch, steps, D) and torch.equal(S, state)

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +31,6 @@ def release(tmp_path, monkeypatch):
     (tmp_path / "python").write_text(STAND_IN)
     (tmp_path / "python").chmod(0o755)
     git("init", "-q"), git("add", "."), git("commit", "-qm", "all")
-
     def run(version="", fail="nothing fails"):
         env = {**os.environ, "PYTHON": str(tmp_path / "python"), "VERSION": version, "FAIL": fail}
         done = subprocess.run(["sh", str(ROOT / "tests/release.sh")], env=env, capture_output=True, text=True)

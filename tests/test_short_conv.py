@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scan_cases import DEVICE, captured, error, gradients, leaves, poisoned, within
 from longhorn_kit.scan import triton_conv
-from longhorn_kit.scan.short_conv import causal_conv1d
+from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 BACKENDS = ("torch", "triton")
 
@@ -37,9 +37,7 @@ def summed(x, weight, bias, initial_state, activation="silu"):
 def results(run, a, dy, dfinal):
     "y, final state and gradients by name; zeros where nothing depends on an argument."
     out = run(**a)
-    names = [n for n, t in a.items() if t is not None]
-    found = torch.autograd.grad(out, [a[n] for n in names], (dy.to(out[0].dtype), dfinal.to(out[1].dtype)), allow_unused=True)
-    grads = {n: torch.zeros_like(a[n]) if g is None else g for n, g in zip(names, found)}
+    grads = gradients(out, (dy.to(out[0].dtype), dfinal.to(out[1].dtype)), a)
     return dict(y=out[0].detach(), final=out[1].detach(), **grads)
 
 
@@ -49,10 +47,6 @@ def test_results_can_be_viewed_in_any_shape(backend, activation):
     a, *_ = inputs(2, 9, 5, 4)
     out = causal_conv1d(**a, activation=activation, output_final_state=True, backend=backend)
     assert all(t.is_contiguous() for t in out)
-
-
-def leaves(a, dtype=None):
-    return {n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for n, t in a.items()}
 
 
 def oracle(a, dy, dfinal, activation="silu", bounds=None):
@@ -70,12 +64,6 @@ def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     run = lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend, **options)
     return results(run, leaves(a), dy, dfinal)
-
-
-def error(a, b):
-    if not torch.isfinite(a).all():
-        return float("inf")
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
 
 
 def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made):
@@ -187,15 +175,8 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
     "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
     a, dy, dfinal = inputs(1, 5, 3, 4)
     want = ours(a, dy, dfinal)
-    empty = torch.empty
-    def poisoned(*size, **options):
-        t = empty(*size, **options)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-    monkeypatch.setattr(torch, "empty", poisoned)
-    inside = {}
-    for n, t in a.items():
-        big = poisoned(*(s + 7 for s in t.shape), device=DEVICE)
-        inside[n] = big[tuple(slice(3, 3 + s) for s in t.shape)].copy_(t)
+    poisoned(monkeypatch)
+    inside = {n: within(t) for n, t in a.items()}
     run = lambda **t: causal_conv1d(**t, output_final_state=True, backend="triton")
     got = results(run, {n: t.requires_grad_() for n, t in inside.items()}, dy, dfinal)
     assert all(error(got[n], want[n]) < 1e-6 for n in want)
@@ -314,6 +295,8 @@ X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "cu_seqlens decreases from 3 to 2; expected bounds that never decrease"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "cu_seqlens ends at 6; expected 5, the length of x"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])), "expected an int32 or int64 tensor"),
+    (lambda: causal_conv1d_step(X[:, 0], X[..., :2], WEIGHT), r"state has shape \(2, 5, 2\); expected \(2, 3, 3\) to match x_t and weight"),
+    (lambda: causal_conv1d_step(X[0, 0], X, WEIGHT), r"x_t has shape \(3,\); expected \(B, D\)"),
 ])
 def test_mistakes_are_told_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as problem:
@@ -377,10 +360,7 @@ def test_gpu_cuda_graph_and_inductor():
     assert all(torch.equal(got[n], want[n]) for n in want)
     with torch.no_grad():
         causal_conv1d(**a)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = causal_conv1d(**a)
+        graph, y = captured(lambda: causal_conv1d(**a))
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(y, want["y"])

@@ -11,7 +11,6 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
-
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,14 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::P
 needs_sphinx = pytest.mark.skipif(importlib.util.find_spec("myst_nb") is None, reason="needs the extra 'docs'")
 
 
+def text_of(name):
+    "The sources of all cells of a page."
+    return "\n".join(cell["source"] for cell in build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"])
+
+
 class Page(HTMLParser):
     "What the tests ask of a page: its anchors, links, loaded files and text outside of <script>."
-
     def __init__(self, path):
         super().__init__()
         self.ids, self.links, self.loaded, self.pictures, self.text, self.skip = set(), [], [], [], [], 0
         self.feed(path.read_text(encoding="utf-8"))
-
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         self.ids |= {attrs.get("id"), attrs.get("name") if tag == "a" else None}
@@ -44,10 +46,8 @@ class Page(HTMLParser):
         if tag == "link" and attrs.get("rel") not in ("index", "search", "next", "prev", "canonical"):
             self.loaded.append(attrs["href"])
         self.skip += tag in ("script", "style")
-
     def handle_endtag(self, tag):
         self.skip -= tag in ("script", "style")
-
     def handle_data(self, data):
         if not self.skip:
             self.text.append(data)
@@ -107,22 +107,14 @@ def test_two_entries_of_one_word_can_be_linked_to():
     assert [f'id="term-{name}"' in source for name in ("checkpoint-of-a-scan", "checkpoint-of-a-run", "key")] == [True] * 3
 
 
-def test_broken_link_in_a_notebook_is_refused():
+def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_refused(monkeypatch):
     cell = {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# T\n\n[gone](nowhere/99.ipynb)"}
     with pytest.raises(ValueError, match="nowhere/99.ipynb leads nowhere"):
         build.page({"cells": [cell]}, build.NOTEBOOKS / "index.ipynb")
-
-
-def test_link_to_a_file_outside_the_book_goes_to_the_repository_or_names_the_file(monkeypatch):
     for address, shown in (("https://r", f"[bench](https://r/blob/{build.COMMIT}/kernels/bench.py)"),
                            ("", "bench (`kernels/bench.py`)")):
         monkeypatch.setattr(build, "REPOSITORY", address)
         assert build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()) == shown
-
-
-def test_files_have_the_address_that_the_setting_gives():
-    for name, text in build.addressed().items():
-        assert (ROOT / name).read_text() == text, f"{name}: run `make readme`"
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -165,11 +157,8 @@ def test_parameters_and_their_comments_are_read_from_the_source():
     table = api.table(entry)
     assert "| `q`, `k` | (B,T,N) queries and keys |" in table and r"values \| none" in table and r"how \*many\*" in table
     assert len({line.replace(r"\|", "").count("|") for line in table.splitlines()}) == 1
-
-
-def test_a_method_loses_self_and_keeps_its_defaults():
     source = 'class A(B):\n    def __init__(self, n=3): pass\n    def f(self, x, y=1):\n        "F."\n    @staticmethod\n    def g(x):\n        "G."'
-    (entry,) = api.exported(source, "m")
+    (entry,) = api.exported(source, "m") # a method loses self and keeps its defaults
     assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
 
 
@@ -183,16 +172,12 @@ def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
         assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"]) and book["nbformat"] == 4
 
 
-def test_every_colab_pin_is_the_one_that_is_tested():
-    text = (ROOT / "pyproject.toml").read_text()
-    pins = re.findall(r'"([\w-]+==[^";]+)"', re.search(r"^colab = \[(.*?)\]$", text, re.M)[1])
-    assert pins and set(pins) <= set((ROOT / "constraints.txt").read_text().splitlines())
-
-
-def test_every_pinned_package_takes_every_python_that_the_kit_takes():
+def test_every_pin_is_tested_and_takes_every_python_that_the_kit_takes():
     from packaging.specifiers import SpecifierSet
-
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    colab = re.search(r"^colab = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert (found := re.findall(r'"([\w-]+==[^";]+)"', colab)) and set(found) <= set(lines)
+    pins = dict(line.split("==") for line in lines if "==" in line)
     installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
     needs = {name: d.metadata["Requires-Python"] or "" for name, d in installed.items() if pins.get(name) == d.version}
     assert len(needs) > 100
@@ -202,7 +187,9 @@ def test_every_pinned_package_takes_every_python_that_the_kit_takes():
 
 # --- README, glossary, references ---------------------------------------------------------------------------------
 
-def test_readme_shows_what_the_index_notebook_and_the_ledger_say():
+def test_readme_shows_what_the_index_notebook_and_the_ledger_say_and_files_have_the_address_of_the_setting():
+    for name, text in build.addressed().items():
+        assert (ROOT / name).read_text() == text, f"{name}: run `make readme`"
     text = (ROOT / "README.md").read_text()
     for mark, block in build.readme_blocks().items():
         assert f"<!-- {mark}: make readme -->\n{block}\n<!-- end {mark} -->" in text, "run `make readme`"
@@ -220,18 +207,13 @@ def test_front_page_is_what_the_ledger_says_now():
     assert build.index_output("text/html", 0) == forest(rows) and ledger_html(rows) in build.index_output("text/html"), "run `make readme`"
 
 
-def words_of(text):
-    "Lines a reader sees: without marks, the folded table, and blank lines."
-    text = re.sub(r"<details>.*?</details>|<!--.*?-->", "", text, flags=re.S)
-    return [line for line in text.splitlines() if line.strip()]
-
-
 def test_front_pages_are_short_and_sparing_with_numbers():
     readme = (ROOT / "README.md").read_text()
     index = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if c["cell_type"] == "markdown")
     number = r"(?<![\w.])[-+−]?\d+(?:\.\d+)?(?![\w.]*\w)"
     for text in (readme, index):
-        assert len(words_of(text)) <= 70
+        seen = re.sub(r"<details>.*?</details>|<!--.*?-->", "", text, flags=re.S) # without marks and the folded table
+        assert len([line for line in seen.splitlines() if line.strip()]) <= 70
         for row in re.findall(r"^\|.*\|$", text, re.M):
             assert all(len(re.findall(number, cell)) <= 3 for cell in row.split("|")), row
     prose = re.sub(r"```.*?```|<details>.*?</details>|<!--.*?-->|<[^>]+>|\]\([^)]*\)|^\|.*$", "", readme, flags=re.S | re.M)
@@ -240,16 +222,12 @@ def test_front_pages_are_short_and_sparing_with_numbers():
         assert len(re.findall(number, sentence)) <= 1 or any(words in " ".join(sentence.split()) for words in allowed), sentence
 
 
-def test_the_python_of_the_readme_runs():
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    scope = {}
+def test_the_python_and_the_links_of_the_readme_work():
+    text, scope = (ROOT / "README.md").read_text(), {}
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     exec(code, scope)
     assert scope["y"].shape == (2, 100, 128) and scope["state"].shape == (2, 64, 16) and len(code.strip().splitlines()) == 6
-
-
-def test_readme_links_lead_somewhere():
-    targets = re.findall(r'\]\((?!https?:|#)([^)\s]+)\)|src="(?!https?:)([^"]+)"', (ROOT / "README.md").read_text())
-    for target in filter(None, sum(targets, ())):
+    for target in filter(None, sum(re.findall(r'\]\((?!https?:|#)([^)\s]+)\)|src="(?!https?:)([^"]+)"', text), ())):
         assert (ROOT / target).exists(), target
 
 
@@ -262,14 +240,10 @@ def test_every_cited_paper_is_on_the_page_of_references():
     assert cited <= listed, f"not on the page of references: {sorted(cited - listed)}"
 
 
-def test_map_names_every_notebook():
-    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "map.ipynb")["cells"])
+def test_map_names_every_notebook_and_its_minutes():
+    text = text_of("map")
     missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem not in ("index", "map")]
     assert not missing, f"not in nbs/map.ipynb: {missing}"
-
-
-def test_map_gives_the_minutes_that_the_notebooks_give():
-    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "map.ipynb")["cells"])
     for path, minutes in re.findall(r"\]\(([^)]+)\) \|.*\| (\d+) \|", text):
         assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], f"{path}: run `make readme`"
 
@@ -295,21 +269,21 @@ def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
 
 
 def test_glossary_is_in_order_and_says_where_each_word_is_explained():
-    text = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "glossary.ipynb")["cells"])
-    for group in re.split(r"^## ", text, flags=re.M)[1:]:
+    for group in re.split(r"^## ", text_of("glossary"), flags=re.M)[1:]:
         terms = re.findall(r"^- \*\*(.+?)\*\*.*$", group, flags=re.M)
         assert terms == sorted(terms, key=str.lower), group.splitlines()[0]
-    for line in re.findall(r"^- \*\*.*$", text, flags=re.M):
+    for line in re.findall(r"^- \*\*.*$", text_of("glossary"), flags=re.M):
         assert ".ipynb" in line, line
 
 
 # --- the built site -----------------------------------------------------------------------------------------------
 
 @needs_sphinx
-def test_every_notebook_has_a_page_and_the_search_an_index(site, pages):
+def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site, pages):
     assert {f"{name.as_posix()}.html" for name in NOTEBOOKS} <= set(pages)
-    index = (site / "searchindex.js").read_text()
-    assert "longhorn_scan" in index and "search.html" in pages
+    assert "longhorn_scan" in (site / "searchindex.js").read_text() and "search.html" in pages
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert size < 60e6, f"the site has {size / 1e6:.0f} MB"
 
 
 @needs_sphinx
@@ -336,43 +310,19 @@ def test_no_link_of_the_site_leads_to_an_unpublished_repository(pages):
 
 
 @needs_sphinx
-def test_nothing_is_loaded_from_the_network(site, pages):
+def test_no_page_shows_markup_or_loads_from_the_network_and_figures_say_what_they_are(site, pages):
     for name, page in pages.items():
         assert not [url for url in page.loaded if re.match(r"(https?:)?//", url)], name
+        assert not [mark for mark in ("#|", ":::", "{py:") if mark in "".join(page.text)], name
+        assert all(picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")), name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
 
 
 @needs_sphinx
-def test_no_page_shows_a_directive_or_raw_markup(pages):
-    for name, page in pages.items():
-        text = "".join(page.text)
-        assert "#|" not in text, name
-        assert ":::" not in text and "{py:" not in text, name
-
-
-@needs_sphinx
-def test_every_entry_stands_where_its_notebook_defines_it(prepared, pages):
+def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equations_are_linked(prepared, pages):
     for full_name, doc in prepared[1]["definitions"].items():
         assert full_name in pages[f"{doc}.html"].ids, full_name
-
-
-@needs_sphinx
-def test_names_in_backticks_and_equations_are_linked(pages):
     elsewhere = {link for name, page in pages.items() if name not in ("scan/15_op.html", "api.html") for link in page.links}
     assert any(link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere)
     assert "#equation-1" in {link for page in pages.values() for link in page.links}
-
-
-@needs_sphinx
-def test_figures_have_captions_or_say_what_they_are(pages):
-    for name, page in pages.items():
-        assert all(picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")), name
-
-
-@needs_sphinx
-def test_pages_stay_small(site):
-    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
-    assert size < 60e6, f"the site has {size / 1e6:.0f} MB"
-
-

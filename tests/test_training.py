@@ -12,38 +12,20 @@ from longhorn_kit.lab import training
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.records import read_json, read_jsonl
 from longhorn_kit.lab.training import (
-    TrainConfig,
-    TrainingDiverged,
-    checkpoints,
-    evaluate,
-    latest_checkpoint,
-    learning_rate,
-    parameter_groups,
-    train,
-)
+    TrainConfig, TrainingDiverged, checkpoints, evaluate, latest_checkpoint, learning_rate, parameter_groups, train)
 
-CONFIG = TrainConfig(
-    steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10
-)
+CONFIG = TrainConfig(steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10)
 TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
-VAL = (
-    np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)
-)  # 203 predictions: the last window is short
+VAL = np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)  # 203 predictions: the last window is short
 
 
 class Tiny(nn.Module):
     "Small, but with dropout, so that a random state that is not restored shows."
-
-    def __init__(self, seed=0, d=16):
+    def __init__(self, seed=0, d=16, dropout=0.2):
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.dropout, self.hidden, self.head = (
-            nn.Embedding(32, d),
-            nn.Dropout(0.2),
-            nn.Linear(d, d),
-            nn.Linear(d, 32),
-        )
-
+        self.embed, self.dropout = nn.Embedding(32, d), nn.Dropout(dropout)
+        self.hidden, self.head = nn.Linear(d, d), nn.Linear(d, 32)
     def forward(self, tokens, targets):
         logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -51,11 +33,9 @@ class Tiny(nn.Module):
 
 class Interrupting(Sampler):
     "A sampler to which something happens before its n-th batch."
-
     def __init__(self, at, what, **options):
         super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
         self.at, self.what = at, what
-
     def next_batch(self):
         if self.drawn // self.batch_size + 1 == self.at:
             self.what()
@@ -73,8 +53,13 @@ def curve(lines):
 def failing(error):
     def what():
         raise error
-
     return what
+
+
+def losses(model, tokens=TOKENS, val=None, folder=None, **changes):
+    "The loss of every step in a training."
+    result = train(model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True)
+    return [line["loss"] for line in result["history"]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,11 +88,8 @@ if __name__ == "__main__":  # trains slowly enough to be killed
 
 
 def start(folder, **environment):
-    return subprocess.Popen(
-        [sys.executable, __file__, str(folder)],
-        env=os.environ | environment,
-        cwd=Path(__file__).parent.parent,
-    )
+    return subprocess.Popen([sys.executable, __file__, str(folder)], env=os.environ | environment,
+                            cwd=Path(__file__).parent.parent)
 
 
 def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
@@ -125,10 +107,8 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
     result = run(tmp_path / "run", seed=7)
     assert result["resumed_from"] in (20, 30, 40)
     assert curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    assert [attempt["from_step"] for attempt in read_json(tmp_path / "run" / "config.json")["attempts"]] == [
-        0,
-        result["resumed_from"],
-    ]
+    attempts = read_json(tmp_path / "run" / "config.json")["attempts"]
+    assert [attempt["from_step"] for attempt in attempts] == [0, result["resumed_from"]]
 
 
 @pytest.mark.parametrize("at", [1, 10, 11, 60])
@@ -139,39 +119,28 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at):
     assert curve(run(tmp_path, seed=weights)["history"]) == whole
 
 
-def test_ctrl_c_saves_at_that_step_and_says_how_to_go_on(tmp_path, whole):
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT after step 23; .*same call goes on"):
-        run(tmp_path, Interrupting(23, lambda: os.kill(os.getpid(), signal.SIGINT)))
-    assert checkpoints(tmp_path)[-1].name == "step-00000023"
-    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 24))
+@pytest.mark.parametrize("signals, at, saved, says", [
+    (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call goes on"),
+    (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
+    (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13")])  # one of a cluster and one of the launcher
+def test_signals_leave_a_checkpoint_and_say_how_to_resume(tmp_path, whole, signals, at, saved, says):
+    def send():
+        for name in signals:
+            os.kill(os.getpid(), getattr(signal, name))
+    with pytest.raises(KeyboardInterrupt, match=says):
+        run(tmp_path, Interrupting(at, send))
+    assert checkpoints(tmp_path)[-1].name == f"step-{saved:08d}"
+    if says:
+        assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, saved + 1))
     result = run(tmp_path)
-    assert result["resumed_from"] == 23 and curve(result["history"]) == whole
+    assert result["resumed_from"] == saved and curve(result["history"]) == whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_second_ctrl_c_stops_at_once(tmp_path):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Interrupting(13, twice))
-    assert checkpoints(tmp_path)[-1].name == "step-00000010"
-
-
-def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path):
-    "A cluster may send one to every process, and the launcher another."
-    def twice():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 13"):
-        run(tmp_path, Interrupting(13, twice))
-    assert checkpoints(tmp_path)[-1].name == "step-00000013"
-
-
-def test_a_finished_run_is_not_run_again(tmp_path, whole):
+def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, whole):
     run(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000050", "step-00000060"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000050", "step-00000060"]
     again = run(tmp_path, Interrupting(1, failing(AssertionError("trained again"))), seed=5)
     assert curve(again["history"]) == whole and again["val_loss"] == whole[-1]["val_loss"]
     model = Tiny(5)
@@ -179,34 +148,20 @@ def test_a_finished_run_is_not_run_again(tmp_path, whole):
     assert math.isclose(evaluate(model, VAL, CONFIG.context), whole[-1]["val_loss"], rel_tol=1e-6)
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path):
-    run(tmp_path)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000050", "step-00000060"]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000050", "step-00000060"]
-
-
 def test_checkpoints_by_time(tmp_path):
     config = dataclasses.replace(CONFIG, save_every=0, save_seconds=0.0)
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(26, failing(MemoryError())), config)
-    assert (
-        checkpoints(tmp_path)[-1].name == "step-00000024"
-    )  # the clock is looked at when metrics are written
+    assert checkpoints(tmp_path)[-1].name == "step-00000024"  # the clock is looked at when metrics are written
 
 
 # ---- damage
 
 
-@pytest.mark.parametrize(
-    "file, damage",
-    [
-        ("*model*", lambda b: b[: len(b) // 2]),
-        ("optimizer.bin", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
-        ("checkpoint.json", lambda b: b[:30]),
-        ("checkpoint.json", lambda b: b"[]"),
-        ("random_states_0.pkl", None),
-    ],
-)
+@pytest.mark.parametrize("file, damage", [
+    ("*model*", lambda b: b[: len(b) // 2]), ("optimizer.bin", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
+    ("checkpoint.json", lambda b: b[:30]), ("checkpoint.json", lambda b: b"[]"), ("random_states_0.pkl", None),
+    ("manifest.json", lambda b: b[:30]), ("manifest.json", lambda b: b"[]")])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, whole, file, damage):
     run(tmp_path)
     victim = next((tmp_path / "checkpoints" / "step-00000060").glob(file))
@@ -220,21 +175,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, wh
     assert warning.count("\n") == 1 and "step-00000060 is damaged; going back" in warning
 
 
-def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(tmp_path):
+def test_when_checkpoints_or_metrics_are_lost_nothing_is_overwritten(tmp_path):
     run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="metrics.jsonl does not have every step up to 60; delete the folder"):
+        run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(before)
     for path in checkpoints(tmp_path):
         (path / "optimizer.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="every checkpoint in .* is damaged; delete the folder") as caught:
         run(tmp_path)
     assert "\n" not in str(caught.value) and (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_lost_metrics_are_noticed(tmp_path):
-    run(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match="metrics.jsonl does not have every step up to 60; delete the folder"):
-        run(tmp_path)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):
@@ -250,28 +202,20 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     assert run(tmp_path, config=dataclasses.replace(short, log_every=1, keep=1))["resumed_from"] == 10
 
 
-@pytest.mark.parametrize("where", ["os.replace", "torch.save", "fsync"])
-def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, where):
-    real = {"os.replace": os.replace, "torch.save": torch.save, "fsync": os.fsync}[where]
-
+@pytest.mark.parametrize("owner, name", [(os, "replace"), (torch, "save"), (os, "fsync")])
+def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, owner, name):
+    real = getattr(owner, name)
     def full(*args, **options):
-        if "step-00000030" in str(args) + str(
-            [os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]
-        ):
-            if where == "torch.save":  # torch's own words
-                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        names = str(args) + str([os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)])
+        if "step-00000030" in names and owner is torch:  # torch's own words
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        if "step-00000030" in names:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            *{"os.replace": (os, "replace"), "torch.save": (torch, "save"), "fsync": (os, "fsync")}[where],
-            full,
-        )
-        with pytest.raises(
-            OSError, match="cannot write .*step-00000030.*what was there before is unchanged"
-        ) as caught:
-            run(tmp_path)
+    message = "cannot write .*step-00000030.*what was there before is unchanged"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=message) as caught:
+        patch.setattr(owner, name, full)
+        run(tmp_path)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
     result = run(tmp_path, seed=8)
@@ -291,11 +235,9 @@ def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, s
 
 class Nan(Tiny):
     "A model whose loss or gradient is wrong at one call in training."
-
     def __init__(self, at, gradient_only=False):
         super().__init__()
         self.at, self.calls, self.gradient_only = at, 0, gradient_only
-
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
         self.calls += self.training
@@ -306,16 +248,12 @@ class Nan(Tiny):
 
 @pytest.mark.parametrize("gradient_only", [False, True])
 def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradient_only):
-    with pytest.raises(
-        TrainingDiverged, match=r"at step 18 \(.*last checkpoint: .*step-00000010; "
-    ) as caught:
+    with pytest.raises(TrainingDiverged, match=r"at step 18 \(.*last checkpoint: .*step-00000010; ") as caught:
         train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
     assert "\n" not in str(caught.value) and ("gradient" in str(caught.value)) == gradient_only
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010"]
     lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 18)) and all(
-        math.isfinite(line["loss"]) for line in lines
-    )
+    assert [line["step"] for line in lines] == list(range(1, 18)) and all(math.isfinite(line["loss"]) for line in lines)
     assert curve(run(tmp_path)["history"])[-1]["step"] == 60  # the good checkpoint is good
 
 
@@ -337,16 +275,28 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="no such locks")
 def test_a_folder_has_one_run_at_a_time(tmp_path):
-    with training.only_run_in(tmp_path), pytest.raises(ValueError, match="another process is training in .*use another folder"):
+    message = "another process is training in .*use another folder"
+    with training.only_run_in(tmp_path), pytest.raises(ValueError, match=message):
         run(tmp_path)
     assert not (tmp_path / "config.json").exists() and run(tmp_path)["steps"] == CONFIG.steps
 
 
-@pytest.mark.parametrize("change, says", [(dict(lr=math.nan), "lr is nan; it must be finite"), (dict(save_every=-1), "save_every is -1"),
-                                          (dict(clip=-1.0), "clip is -1.0; it must be from 0"), (dict(lr_final=-3), "lr_final is -3")])
-def test_settings_that_cannot_be_are_refused(change, says):
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **change)
+@pytest.mark.parametrize("wrong, says", [
+    (dict(lr=math.nan), "lr is nan; it must be from 0"), (dict(lr=math.inf), "lr is inf; it must be from 0"),
+    (dict(save_every=-1), "save_every is -1; it must be from 0"), (dict(clip=-1.0), "clip is -1.0; it must be from 0"),
+    (dict(lr_final=-3), "lr_final is -3"), (dict(steps=0), "steps is 0; it must be from 1"),
+    (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"), (dict(precision="fp8"), "precision is 'fp8'"),
+    (dict(accumulate=0), "accumulate is 0"), (dict(loss_chunk=-1), "loss_chunk is -1"),
+    (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
+    (dict(seed=-1), "seed is -1; it must be from 0 to 9223372036854775807"),
+    (dict(seed=2**70), "seed is 1180591620717411303424; it must be from 0 to"),
+    (dict(accumulate=3), "batch_size=4 cannot be shared by 1 processes with accumulate=3"),
+    (dict(loss_chunk=8), "loss_chunk is 8; it is for language models, and Tiny is none"),
+    (dict(context=2000), "the text has 2000 tokens; a context of 2000 needs at least 2001")])
+def test_settings_that_cannot_be_are_refused(wrong, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        run(config=dataclasses.replace(CONFIG, **wrong))
+    assert "\n" not in str(caught.value)
 
 
 # ---- evaluation
@@ -354,11 +304,9 @@ def test_settings_that_cannot_be_are_refused(change, says):
 
 class Table(nn.Module):
     "A bigram table: its loss on a text can be added up by hand whatever the windows are."
-
     def __init__(self):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
-
     def forward(self, tokens, targets):
         return nn.functional.cross_entropy(self.logits[tokens].flatten(0, 1), targets.flatten())
 
@@ -374,13 +322,9 @@ def test_evaluation_is_the_mean_over_every_token_but_the_first(length, context, 
 
 
 def test_every_prediction_is_made_once():
-    seen = [
-        (int(a), int(b))
-        for x, y in training.windows(np.arange(204), 8, 3)
-        for a, b in zip(x.flatten(), y.flatten())
-    ]
-    assert seen == [(i, i + 1) for i in range(203)]
-    assert max(len(x) for x, _ in training.windows(np.arange(204), 8, 3)) == 3
+    batches = list(training.windows(np.arange(204), 8, 3))
+    seen = [(int(a), int(b)) for x, y in batches for a, b in zip(x.flatten(), y.flatten())]
+    assert seen == [(i, i + 1) for i in range(203)] and max(len(x) for x, _ in batches) == 3
 
 
 def test_evaluation_changes_nothing():
@@ -398,7 +342,6 @@ def test_evaluation_changes_nothing():
 def test_how_often_one_evaluates_does_not_change_training(whole):
     def noisy(model):  # an evaluation that draws random numbers
         return {"score": float(torch.rand(()))}
-
     often = train(Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True)
     assert [line["loss"] for line in often["history"]] == [line["loss"] for line in whole]
     assert "score" in often and all("score" in line for line in often["history"])
@@ -410,89 +353,65 @@ def test_how_often_one_evaluates_does_not_change_training(whole):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.data())
 def test_schedule_rises_then_falls_to_its_end(steps, data):
-    config = TrainConfig(
-        steps=steps, warmup=data.draw(st.integers(0, steps - 1)), lr=0.5, lr_final=data.draw(st.floats(0, 1))
-    )
+    warmup, end = data.draw(st.integers(0, steps - 1)), data.draw(st.floats(0, 1))
+    config = TrainConfig(steps=steps, warmup=warmup, lr=0.5, lr_final=end)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     up, down = rates[: config.warmup], rates[max(config.warmup - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
-    assert math.isclose(rates[-1], 0.5 * config.lr_final, abs_tol=1e-12) and all(
-        rate > 0 for rate in rates[:-1]
-    )
+    assert math.isclose(rates[-1], 0.5 * end, abs_tol=1e-12) and all(rate > 0 for rate in rates[:-1])
 
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.proj, self.head = (
-                nn.Embedding(9, 4),
-                nn.Linear(4, 4),
-                nn.Linear(4, 9, bias=False),
-            )
+            self.embed, self.proj, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
             self.head.weight = self.embed.weight  # tied
-            self.conv, self.norm, self.A_log = (
-                nn.Conv1d(4, 4, 4, groups=4),
-                nn.LayerNorm(4),
-                nn.Parameter(torch.zeros(4, 2)),
-            )
+            self.conv, self.norm = nn.Conv1d(4, 4, 4, groups=4), nn.LayerNorm(4)
+            self.A_log = nn.Parameter(torch.zeros(4, 2))
             self.conv_weight, self.raw, self.special = (nn.Parameter(torch.zeros(4, 4)) for _ in range(3))
             self.special._no_weight_decay = True
             self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
-
     model = Block()
     decay, rest = parameter_groups(model, 0.1)
-    assert (
-        decay["names"] == ["raw", "proj.weight"]
-        and decay["weight_decay"] == 0.1
-        and rest["weight_decay"] == 0
-    )
+    assert decay["names"] == ["raw", "proj.weight"] and decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
     ids = [id(p) for group in (decay, rest) for p in group["params"]]
     assert len(ids) == len(set(ids)) == sum(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention"])
+@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "rwkv5", "rwkv6"])
 def test_language_models_decay_projections_alone(mixer):
-    from longhorn_kit.models import LMConfig, SequenceLM
-
-    model = SequenceLM(LMConfig(vocab_size=64, d_model=16, n_layer=1, mixer=mixer))
-    decay, rest = parameter_groups(model, 0.1)
-    modules = dict(model.named_modules())
-    assert decay["names"] and all(
-        isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"]
-    )
-    linear = {id(m.weight) for m in modules.values() if isinstance(m, nn.Linear)} - {
-        id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)
-    }
-    assert {id(p) for p in decay["params"]} == linear
+    model = language_model(d_model=32, n_layer=1, mixer=mixer)
+    decay, modules = parameter_groups(model, 0.1)[0], dict(model.named_modules())
+    if mixer.startswith("rwkv"):  # stacked vectors do not decay
+        assert decay["names"] and not [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
+        return
+    assert decay["names"] and all(isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"])
+    linear, embedded = ({id(m.weight) for m in modules.values() if isinstance(m, kind)}
+                        for kind in (nn.Linear, nn.Embedding))
+    assert {id(p) for p in decay["params"]} == linear - embedded
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba", "attention", "rwkv5"])
 def test_officially_all_but_vectors_decay(mixer):
-    from longhorn_kit.models import LMConfig, SequenceLM
-
-    model = SequenceLM(LMConfig(vocab_size=64, d_model=16, n_layer=1, mixer=mixer))
+    model = language_model(d_model=16, n_layer=1, mixer=mixer)
     decay, rest = parameter_groups(model, 0.1, "official")
     names = set(decay["names"])
     assert set(parameter_groups(model, 0.1)[0]["names"]) < names and "embedding.weight" in names
     assert all(p.ndim >= 2 for p in decay["params"]) and all(p.ndim < 2 for p in rest["params"])
     ends = {name.removeprefix("blocks.0.mixer.") for name in names}
-    assert {"longhorn": {"conv1d.weight"}, "mamba": {"conv1d.weight", "A_log"}, "rwkv5": {"mix"}}.get(mixer, set()) <= ends
+    special = {"longhorn": {"conv1d.weight"}, "mamba": {"conv1d.weight", "A_log"}, "rwkv5": {"mix"}, "attention": set()}
+    assert special[mixer] <= ends
     assert not [name for name in names if "norm" in name or name.endswith(("bias", "D_skip"))]
     assert len(names) + len(rest["names"]) == len(list(model.parameters()))
 
 
 def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
-    losses = {}
+    found = []
     for decay in ("matrices", "official"):
-        model = Tiny()
-        model.dropout.p = 0.0
-        config = dataclasses.replace(CONFIG, weight_decay=5.0, decay=decay)
-        losses[decay] = [line["loss"] for line in train(model, TOKENS, None, config, tmp_path / decay, quiet=True)["history"]]
-        assert json.loads((tmp_path / decay / "config.json").read_text())["config"]["decay"] == decay
-    assert losses["matrices"][0] == losses["official"][0] and losses["matrices"][-1] != losses["official"][-1]
-    with pytest.raises(ValueError, match="decay is 'all'; it must be 'matrices' or 'official'"):
-        dataclasses.replace(CONFIG, decay="all")
+        found.append(losses(Tiny(dropout=0.0), folder=tmp_path / decay, weight_decay=5.0, decay=decay))
+        assert read_json(tmp_path / decay / "config.json")["config"]["decay"] == decay
+    assert found[0][0] == found[1][0] and found[0][-1] != found[1][-1]
 
 
 def test_a_run_from_before_the_switch_of_decay_resumes(tmp_path):
@@ -508,24 +427,16 @@ def test_a_run_from_before_the_switch_of_decay_resumes(tmp_path):
         train(Tiny(), TOKENS, None, dataclasses.replace(config, decay="official"), tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize("mixer", ["rwkv5", "rwkv6"])
-def test_stacked_vectors_do_not_decay(mixer):
-    from longhorn_kit.models import LMConfig, SequenceLM
-    decaying = parameter_groups(SequenceLM(LMConfig(31, 32, 1, mixer)), 0.1)[0]["names"]
-    assert decaying and not [name for name in decaying if name.endswith(("mixer.mix", "mixer.bonus"))]
-
-
 def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     config = dataclasses.replace(CONFIG, steps=5, warmup=2, clip=0.05, weight_decay=0.3)
-    model, ours = Tiny(), Tiny()
-    model.dropout.p = ours.dropout.p = 0.0
+    model, ours = Tiny(dropout=0.0), Tiny(dropout=0.0)
     result = train(ours, TOKENS, None, config, quiet=True)
-    sampler, moments, losses = Sampler(TOKENS, 8, 4, 0), {}, []
+    sampler, moments, expected = Sampler(TOKENS, 8, 4, 0), {}, []
     for step in range(1, 6):  # AdamW written out
         model.zero_grad()
         loss = model(*sampler.next_batch())[1]
         loss.backward()
-        losses.append(loss.item())
+        expected.append(loss.item())
         norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
         rate = learning_rate(step, config)
         for name, p in model.named_parameters():
@@ -536,28 +447,17 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
                 if name in ("hidden.weight", "head.weight"):
                     p *= 1 - rate * 0.3
                 p -= rate * (m / (1 - 0.9**step)) / (torch.sqrt(v / (1 - 0.95**step)) + 1e-8)
-    assert np.allclose([line["loss"] for line in result["history"]], losses, rtol=1e-5)
+    assert np.allclose([line["loss"] for line in result["history"]], expected, rtol=1e-5)
     for a, b in zip(ours.parameters(), model.parameters()):
         assert torch.allclose(a, b, atol=2e-5)
 
 
 def test_accumulated_parts_are_one_batch():
-    def losses(accumulate):
-        model = Tiny()
-        model.dropout.p = 0.0
-        return [
-            line["loss"]
-            for line in train(
-                model, TOKENS, None, dataclasses.replace(CONFIG, accumulate=accumulate), quiet=True
-            )["history"]
-        ]
-
-    assert np.allclose(losses(1), losses(4), rtol=1e-4)
+    assert np.allclose(losses(Tiny(dropout=0.0)), losses(Tiny(dropout=0.0), accumulate=4), rtol=1e-4)
 
 
 class Masked(Sampler):
     "A sampler that leaves out targets, in every row another number of them."
-
     def next_batch(self):
         inputs, targets = super().next_batch()
         left_out = torch.arange(self.context) < inputs[:, :1] % self.context # at least one target stays
@@ -566,11 +466,9 @@ class Masked(Sampler):
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_parts_count_by_the_targets_that_they_have(chunk):
-    def losses(accumulate):
-        config = dataclasses.replace(CONFIG, steps=12, accumulate=accumulate, loss_chunk=chunk)
-        sampler = Masked(TOKENS, config.context, config.batch_size // accumulate, config.seed)
-        return [line["loss"] for line in train(language_model(), sampler, None, config, quiet=True)["history"]]
-    assert np.allclose(losses(1), losses(4), rtol=1e-4)
+    one, four = (losses(language_model(), Masked(TOKENS, CONFIG.context, CONFIG.batch_size // parts, CONFIG.seed),
+                        steps=12, accumulate=parts, loss_chunk=chunk) for parts in (1, 4))
+    assert np.allclose(one, four, rtol=1e-4)
 
 
 @pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
@@ -584,7 +482,6 @@ def test_votes_ride_on_the_count_of_targets(votes):
 
 class Sparse(Sampler):
     "A sampler with targets in the first row of every other batch of 4 rows, and in no other row."
-
     def next_batch(self):
         row = self.drawn + torch.arange(self.batch_size)[:, None]
         inputs, targets = super().next_batch()
@@ -593,12 +490,9 @@ class Sparse(Sampler):
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_a_part_without_targets_adds_nothing(chunk):
-    def trained(accumulate):
-        config = dataclasses.replace(CONFIG, steps=6, warmup=2, accumulate=accumulate, loss_chunk=chunk)
-        model = language_model()
-        sampler = Sparse(TOKENS, config.context, config.batch_size // accumulate, config.seed)
-        return [line["loss"] for line in train(model, sampler, None, config, quiet=True)["history"]], model
-    (whole, one), (parts, other) = trained(1), trained(4)
+    one, other = language_model(), language_model()
+    whole, parts = (losses(model, Sparse(TOKENS, CONFIG.context, CONFIG.batch_size // n, CONFIG.seed), steps=6,
+                           warmup=2, accumulate=n, loss_chunk=chunk) for model, n in ((one, 1), (other, 4)))
     assert whole[1::2] == parts[1::2] == [0, 0, 0] and np.allclose(whole, parts, rtol=1e-4) and min(whole[::2]) > 0
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-5)
@@ -606,22 +500,13 @@ def test_a_part_without_targets_adds_nothing(chunk):
 
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
-    result = train(
-        model,
-        np.tile(TOKENS[:32], 50),
-        None,
-        dataclasses.replace(CONFIG, precision="bf16", steps=200),
-        quiet=True,
-    )
-    assert result["loss"] < 2.0 < result["history"][0]["loss"] and all(
-        p.dtype == torch.float32 for p in model.parameters()
-    )
+    found = losses(model, np.tile(TOKENS[:32], 50), precision="bf16", steps=200)
+    assert np.mean(found[-10:]) < 2.0 < found[0] and all(p.dtype == torch.float32 for p in model.parameters())
     assert run()["steps"] == 60  # and float32 afterwards, in the same process
 
 
 def test_the_seed_changes_the_order_of_the_data(whole):
-    other = run(config=dataclasses.replace(CONFIG, seed=1))
-    assert [line["loss"] for line in other["history"]][:5] != [line["loss"] for line in whole][:5]
+    assert losses(Tiny(), seed=1)[:5] != [line["loss"] for line in whole][:5]
 
 
 def test_training_leaves_the_callers_random_state_alone():
@@ -633,39 +518,13 @@ def test_training_leaves_the_callers_random_state_alone():
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (dict(steps=0), "steps is 0"),
-        (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"),
-        (dict(precision="fp8"), "precision is 'fp8'"),
-        (dict(accumulate=0), "accumulate is 0"),
-        (dict(loss_chunk=-1), "loss_chunk is -1"),
-        (dict(seed=-1), "seed is -1; it must be from 0 to 9223372036854775807"),
-        (dict(seed=2**70), "seed is 1180591620717411303424; it must be from 0 to"),
-    ],
-)
-def test_impossible_settings_are_refused(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **wrong)
-
-
-def test_a_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(ValueError, match="batch_size=4 cannot be shared by 1 processes with accumulate=3"):
-        run(config=dataclasses.replace(CONFIG, accumulate=3))
-
-
 def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")]
-    )
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # not `python -m pytest`
     run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
     record = read_json(tmp_path / "run" / "config.json")
-    assert (
-        record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
-    )
+    assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
 
 
@@ -677,24 +536,11 @@ def two_processes(script, folder, **environment):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = dict(
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        CUDA_VISIBLE_DEVICES="", # and nothing else says that the CPU is meant
-        OMP_NUM_THREADS="1",
-        LOCAL_WORLD_SIZE="2",
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SETUP + script, str(folder)],
-            cwd=Path(__file__).parent.parent,
-            env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    shared = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                  OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")  # and nothing else says that the CPU is meant
+    processes = [subprocess.Popen([sys.executable, "-c", SETUP + script, str(folder)], cwd=Path(__file__).parent.parent,
+                                  env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                  stdout=subprocess.PIPE, text=True) for rank in range(2)]
     try:
         told = [process.communicate(timeout=120)[0] for process in processes]
         return [process.returncode for process in processes], told
@@ -705,8 +551,13 @@ def two_processes(script, folder, **environment):
 
 SETUP = (
     "import sys; sys.path.insert(0, 'tests'); from test_training import *; torch.set_num_threads(1);"
-    "model = Tiny(); model.dropout.p = 0.0; config = dataclasses.replace(CONFIG, steps=20);"
+    "model = Tiny(dropout=0.0); config = dataclasses.replace(CONFIG, steps=20);"
 )
+
+
+def alone(model, tokens=TOKENS, **changes):
+    "The metrics of one process that does what `SETUP` prepares."
+    return train(model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True)["history"]
 
 
 def same_curves(together, alone):
@@ -721,14 +572,10 @@ def test_two_processes_train_as_one_would(tmp_path):
     script = "train(model, TOKENS, VAL, config, sys.argv[1], quiet=True); torch.distributed.destroy_process_group()"
     assert two_processes(script, tmp_path / "two")[0] == [0, 0]
     assert read_json(tmp_path / "two" / "config.json")["attempts"][0]["engine"]["processes"] == 2
-    model = Tiny()
-    model.dropout.p = 0.0
-    config = dataclasses.replace(CONFIG, steps=20)
-    alone = train(model, TOKENS, VAL, config, quiet=True)["history"]
-    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone(Tiny(dropout=0.0)))
     assert latest_checkpoint(tmp_path / "two")[1]["step"] == 20
     (tmp_path / "two" / "checkpoints" / "step-00000020" / "checkpoint.json").unlink()
-    assert train(model, TOKENS, VAL, config, tmp_path / "two", quiet=True)["resumed_from"] == 10
+    assert run(tmp_path / "two", config=dataclasses.replace(CONFIG, steps=20))["resumed_from"] == 10
 
 
 def test_two_processes_count_by_the_targets_that_they_have(tmp_path):
@@ -738,11 +585,7 @@ def test_two_processes_count_by_the_targets_that_they_have(tmp_path):
         "torch.distributed.destroy_process_group()"
     )
     assert two_processes(script, tmp_path / "two")[0] == [0, 0]
-    model = Tiny()
-    model.dropout.p = 0.0
-    config = dataclasses.replace(CONFIG, steps=20)
-    alone = train(model, Masked(TOKENS, 8, 4, 0), VAL, config, quiet=True)["history"]
-    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone(Tiny(dropout=0.0), Masked(TOKENS, 8, 4, 0)))
 
 
 REFUSED = """
@@ -804,7 +647,6 @@ def test_a_folder_that_a_start_has_made_and_not_used_is_removed(tmp_path):
 
 def language_model(**options):
     from longhorn_kit.models import LMConfig, SequenceLM
-
     torch.manual_seed(0)
     return SequenceLM(LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options))
 
@@ -813,24 +655,18 @@ def shard_on_a_cpu():
     "Make the next Accelerator use FSDP2, which Accelerate itself offers on GPUs only."
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
     make = training.make_accelerator
-
     def sharding(config):
         accelerator = make(config)
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False,
-        )
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False)
         if config.precision == "bf16":
             plugin.set_mixed_precision("bf16")
         training.keep_float32(plugin)
         for state in (AcceleratorState._shared_state, PartialState._shared_state):
             state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
         return accelerator
-
     training.make_accelerator = sharding
 
 
@@ -843,11 +679,10 @@ def test_sharded_weights_in_bf16_train_as_whole_ones_would(tmp_path):
     )
     shared = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert two_processes(script, tmp_path / "two", **shared)[0] == [0, 0]
-    config = dataclasses.replace(CONFIG, steps=20, precision="bf16")
-    alone = train(language_model(d_model=32), TOKENS, VAL, config, quiet=True)["history"]
+    whole = alone(language_model(d_model=32), precision="bf16")
     together = read_jsonl(tmp_path / "two" / "metrics.jsonl")
-    assert all(math.isclose(a["loss"], b["loss"], rel_tol=1e-4) for a, b in zip(together[:3], alone))
-    assert all(math.isclose(a["loss"], b["loss"], rel_tol=2e-3) for a, b in zip(together, alone))
+    assert all(math.isclose(a["loss"], b["loss"], rel_tol=1e-4) for a, b in zip(together[:3], whole))
+    assert all(math.isclose(a["loss"], b["loss"], rel_tol=2e-3) for a, b in zip(together, whole))
 
 
 def test_sharded_weights_train_as_whole_ones_would_and_go_on(tmp_path):
@@ -867,13 +702,12 @@ def test_sharded_weights_train_as_whole_ones_would_and_go_on(tmp_path):
     )
     codes, told = two_processes(script, tmp_path / "two", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert codes == [0, 0]
-    config = dataclasses.replace(CONFIG, steps=20)
-    alone = train(language_model(), TOKENS, VAL, config, quiet=True)["history"]
-    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), alone)
+    whole = alone(language_model())
+    same_curves(read_jsonl(tmp_path / "two" / "metrics.jsonl"), whole)
     for text in told:
         (first, loss), (again, same) = (line.split() for line in text.splitlines())
         assert (first, again) == ("None", "10") and math.isclose(float(loss), float(same), rel_tol=1e-5)
-        assert math.isclose(float(loss), alone[-1]["val_loss"], rel_tol=1e-5)
+        assert math.isclose(float(loss), whole[-1]["val_loss"], rel_tol=1e-5)
     engine = read_json(tmp_path / "two" / "config.json")["attempts"][0]["engine"]
     assert engine["distributed"] == "FSDP" and engine["processes"] == 2 and engine["loss_chunk"] == 5
 
@@ -931,17 +765,11 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}])
 def test_slices_change_nothing_in_training(options):
-    config = dataclasses.replace(CONFIG, steps=12)
-    whole = train(language_model(**options), TOKENS, VAL, config, quiet=True)["history"]
-    sliced = train(
-        language_model(**options), TOKENS, VAL, dataclasses.replace(config, loss_chunk=10), quiet=True
-    )["history"]
-    same_curves(sliced, whole)
+    same_curves(alone(language_model(**options), steps=12, loss_chunk=10), alone(language_model(**options), steps=12))
 
 
 def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):
     import functools
-
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     short = dataclasses.replace(CONFIG, steps=12, save_every=6, loss_chunk=16)
     alone = train(language_model(n_layer=3), TOKENS, VAL, short, quiet=True)["history"]
@@ -968,11 +796,3 @@ def test_tokens_beyond_the_vocabulary_are_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_sliced_loss_is_for_language_models():
-    with pytest.raises(ValueError, match="loss_chunk is 8; it is for language models, and Tiny is none"):
-        run(config=dataclasses.replace(CONFIG, loss_chunk=8))
-
-
-def test_a_context_longer_than_the_text_is_one_line():
-    with pytest.raises(ValueError, match="the text has 20 tokens; a context of 32 needs at least 33"):
-        run(tokens=TOKENS[:20], config=dataclasses.replace(CONFIG, context=32))

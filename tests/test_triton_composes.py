@@ -12,7 +12,8 @@ import torch.nn as nn
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
-from scan_cases import DEVICE, assert_close, call, error, gradients, inputs, kernels, leaves
+from scan_cases import (
+    DEVICE, assert_close, assert_packed_as_alone, call, captured, error, gradients, inputs, kernels, leaves, one_sequence, poisoned)
 from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
@@ -98,16 +99,8 @@ def bounds_of(ends, T):
     return torch.tensor([T if e is None else T + e if -9 < e < 0 else e for e in ends], dtype=torch.int32, device=DEVICE)
 
 
-def poisoned(monkeypatch):
-    "New memory holds what is no number."
-    empty = torch.empty
-    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() and t.device.type == DEVICE else t
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: fill(empty(*size, **options)))
-
-
 def one_by_one(a, form, dout, dfinal, bounds):
     "Output, last states and gradients of packed sequences, each run alone; zeros in rows of no sequence."
-    from scan_cases import one_sequence
     out, grads, finals = torch.zeros_like(a["x"]), {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}, []
     for i, (lo, hi) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
         part = leaves(one_sequence(a, form, i, lo, hi))
@@ -283,14 +276,8 @@ def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed"))
 def test_gpu_small_checkpoints_packed_is_bit_identical_to_alone(form, path):
-    from scan_cases import one_sequence
-    bounds = [0, 640, 641, 1300]
     a, dout, dfinal = inputs(1, 1300, 64, 16, form, dtype=DTYPE, sequences=3)
-    out, final, grads = kernels(a, dout, dfinal, form, bounds, checkpoint="small")
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form, checkpoint="small")
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+    assert_packed_as_alone(a, dout, dfinal, form, [0, 640, 641, 1300], checkpoint="small")
 
 
 def test_every_backend_takes_the_argument_and_names_a_wrong_one():
@@ -329,19 +316,6 @@ def test_second_derivative_is_refused_in_words(path):
 
 
 # ---- graphs and sharding
-
-def captured(run):
-    "A CUDA graph of a call that has run before, and what it returned while it was recorded."
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
-
 
 @both_paths
 @pytest.mark.cuda

@@ -4,7 +4,9 @@ import logging
 import pytest
 import torch
 
-from scan_cases import DEVICE, assert_close, beyond, error, errors, gradients, inputs, kernels, one_sequence, oracle
+from scan_cases import (
+    DEVICE, assert_close, assert_ends_agree, assert_packed_as_alone, assert_same_bits, beyond, error, errors, inputs, kernels, off, oracle,
+    poisoned, within)
 from longhorn_kit.scan import triton_diagonal, triton_op
 
 pytestmark = pytest.mark.cuda
@@ -61,20 +63,14 @@ def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     for T in (64, 67):
         assert_close(errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
     a, dout, dfinal = inputs(5, 67, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
-    (_, _, first), (_, _, second) = (kernels(a, dout, dfinal, "exact") for _ in range(2))
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert_same_bits(*(kernels(a, dout, dfinal, "exact") for _ in range(2)))
 
 
 @pytest.mark.parametrize("D", (8488, 8489))
 def test_packed_exact_in_wide_blocks_of_ragged_widths_is_bit_identical_to_alone(D):
     bounds = [0, 1, 1, 16, 31, 47, 64, 64, 163]
     a, dout, dfinal = inputs(1, 163, D, 16, "exact", dtype=BF16, sequences=8)
-    out, final, grads = kernels(a, dout, dfinal, "exact", bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, "exact", i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], "exact")
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
-        assert torch.equal(g["initial_state"], grads["initial_state"][i : i + 1]), i
+    assert_packed_as_alone(a, dout, dfinal, "exact", bounds, start=True)
 
 
 @pytest.mark.parametrize("N", (3, 17, 64, 100))
@@ -97,11 +93,7 @@ def test_parity_of_rates_of_their_own_with_more_states(form, N):
 def test_packed_diagonal_with_more_states_is_bit_identical_to_alone(N):
     bounds = [0, 1, 1, 300, 1500, 1600]
     a, dout, dfinal = inputs(1, 1600, 72, N, "diagonal", dtype=BF16, sequences=5, key_scale=2 * N**-0.5)
-    out, final, grads = kernels(a, dout, dfinal, "diagonal", bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, "diagonal", i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], "diagonal")
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+    assert_packed_as_alone(a, dout, dfinal, "diagonal", bounds)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -109,9 +101,8 @@ def test_accuracy_within_is_that_of_float32(form):
     "bfloat16 keys and queries, everything else float32: what the products of split halves lose is below 1e-4."
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
     a["q"], a["k"] = a["q"].bfloat16(), a["k"].bfloat16()
-    (out, final, grads), (out_, final_, grads_) = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
-    found = dict(out=error(out, out_), final=error(final, final_), **{n: error(grads[n], grads_[n]) for n in grads_ if n not in "qk"})
-    assert_close(found, FP32, factor=5)
+    found = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
+    assert_close({n: e for n, e in found.items() if n not in "qk"}, FP32, factor=5)
 
 
 @pytest.mark.parametrize("D", (2048, 2044))
@@ -132,8 +123,7 @@ def test_scalar_rate_and_strided_inputs(form, D):
     a, dout, dfinal = inputs(2, 50, D, 16, form, dtype=BF16)
     wide = dict(a, x=torch.cat([a["x"], a["z"]], -1)[..., :D], z=torch.cat([a["x"], a["z"]], -1)[..., D:],
                 b=a["b"].transpose(1, 2).contiguous().transpose(1, 2), k=torch.cat([a["k"], a["q"]], -1)[..., :16])
-    first, second = (kernels(v, dout, dfinal, form) for v in (a, wide))
-    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert_same_bits(*(kernels(v, dout, dfinal, form) for v in (a, wide)))
 
 
 @pytest.mark.parametrize("form, D, dtype", [
@@ -142,38 +132,24 @@ def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
     bounds = [0, 1, 1, 300, 333, 600, 1240]
     assert_close(errors(1, 1240, D, 16, form, bounds=bounds, dtype=dtype), dtype)
     a, dout, dfinal = inputs(1, 1240, D, 16, form, dtype=dtype, sequences=6)
-    out, final, grads = kernels(a, dout, dfinal, form, bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
-        assert torch.equal(last, final[i : i + 1]), i
-        assert torch.equal(alone, out[:, lo:hi]), i
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z")), i
+    assert_packed_as_alone(a, dout, dfinal, form, bounds)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_repeat_bit_for_bit(form):
     a, dout, dfinal = inputs(2, 600, 200, 16, form, dtype=BF16)
-    first, second = (kernels(a, dout, dfinal, form) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert_same_bits(*(kernels(a, dout, dfinal, form) for _ in range(2)))
 
 
 @pytest.mark.parametrize("B, D", ((2, 40), (5, 2040)))
 @pytest.mark.parametrize("form", FORMS)
 def test_what_lies_around_its_memory_does_not_matter(form, B, D, monkeypatch):
-    empty = torch.empty
-    def poisoned(*size, **options):
-        t = empty(*size, **options)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
     a, dout, dfinal = inputs(B, 43, D, 13, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
-    monkeypatch.setattr(torch, "empty", poisoned)
-    inside = {}
-    for n in ("x", "b", "z"):
-        big = poisoned(B, 50, D + 16, device=DEVICE, dtype=BF16)
-        inside[n] = big[:, 3:46, 8 : D + 8].copy_(a[n])
+    poisoned(monkeypatch)
+    inside = {n: within(a[n], 8) for n in ("x", "b", "z")}
     got = kernels({**a, **inside}, dout, dfinal, form)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("scale", (0.0, 1e-3, 6.0, 1e3))
@@ -237,24 +213,8 @@ def test_offsets_beyond_two_to_the_31(form):
 
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_backward_offsets_beyond_two_to_the_31(form):
-    "2.15 billion elements, forward and backward; both ends agree with short runs, as what is far away is forgotten."
-    B, T, D, N, near, margin = 1, 2**20 + 2048, 2048, 16, 64, 1024
-    needed = 48 * 2**30                # x, b, out and gradients: 4 GiB each; states 16, parts of the keys' gradients 8
-    free = torch.cuda.mem_get_info()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory, {free >> 30} GiB are free")
-    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=BF16)
-    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D))
-    runs = {}
-    for name, part in dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)).items():
-        leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
-        out, final = triton_op.triton_scan(**leaf, form=form)
-        runs[name] = dict(out=out.detach(), final=final.detach()) | gradients((out,), (out.detach(),), leaf)
-        del leaf, out, final
-    found = {"final": error(runs["whole"].pop("final"), runs["end"].pop("final"))}
-    for end, at in dict(start=slice(0, near), end=slice(-near, None)).items():
-        found |= {f"{n} {end}": error(t[:, at], runs[end][n][:, at]) for n, t in runs["whole"].items()}
-    assert_close(found, BF16)
+    "2.15 billion elements: x, b, out and gradients 4 GiB each; states 16, parts of the keys' gradients 8."
+    assert_ends_agree(1, 2**20 + 2048, 2048, 16, gib=48, near=64, margin=1024, form=form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -267,7 +227,7 @@ def test_batch_strides_beyond_two_to_the_31(form):
     parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
     assert all(part.stride() == (far, 4 * D, 1) for part in parts)
     got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
-    found = dict(out=error(got[0], want[0]), final=error(got[1], want[1]), **{n: error(got[2][n], want[2][n]) for n in want[2]})
+    found = off(got, want)
     assert max(found.values()) < 1e-3, found
 
 
@@ -283,8 +243,7 @@ def test_tensors_that_begin_anywhere(form, D):
     shifted = {n: moved(a[n]) for n in ("q", "k", "x", "b", "z", "initial_state")}
     assert all(t.is_contiguous() and t.data_ptr() % 16 for t in shifted.values())
     got = kernels({**a, **shifted}, moved(dout), moved(dfinal), form)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+    assert_same_bits(got, want)
 
 
 def test_an_unknown_triton_is_checked_not_trusted(monkeypatch, caplog):

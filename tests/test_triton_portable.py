@@ -4,9 +4,11 @@ from itertools import product
 import pytest
 import torch
 
-from scan_cases import DEVICE, assert_close, beyond, error, errors, gradients, inputs, kernels, one_sequence, oracle
+from scan_cases import (
+    DEVICE, assert_close, assert_ends_agree, assert_packed_as_alone, assert_same_bits, beyond, error, errors, inputs, kernels, off, oracle,
+    poisoned, within)
 from longhorn_kit.scan import triton_op, triton_portable
-from longhorn_kit.scan.triton_op import triton_scan, triton_selective_scan
+from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
 small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
@@ -42,14 +44,8 @@ def test_packed_sequences_with_empty_ones(segments):
 
 @small
 def test_packed_is_bit_identical_to_alone(segments):
-    bounds, form = [0, 11, 20], "diagonal"
-    a, dout, dfinal = inputs(1, 20, 2, 3, form, sequences=2)
-    out, final, grads = kernels(a, dout, dfinal, form, bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
-        for name in ("q", "k", "x", "b", "z"):
-            assert torch.equal(g[name], grads[name][:, lo:hi]), name
+    a, dout, dfinal = inputs(1, 20, 2, 3, "diagonal", sequences=2)
+    assert_packed_as_alone(a, dout, dfinal, "diagonal", [0, 11, 20])
 
 
 def test_scalar_rate_strided_inputs_and_many_states():
@@ -58,8 +54,7 @@ def test_scalar_rate_strided_inputs_and_many_states():
     for name in ("q", "k", "x"):
         wide[name] = torch.stack([a[name], a[name]], -1)[..., 0]
     wide["b"] = a["b"].transpose(0, 1).contiguous().transpose(0, 1)
-    first, second = (kernels(v, dout, dfinal, "exact", checkpoint=4) for v in (a, wide))
-    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert_same_bits(*(kernels(v, dout, dfinal, "exact", checkpoint=4) for v in (a, wide)))
     assert_close(errors(1, 5, 33, 20, "exact", scalar=True, z=False, options=dict(checkpoint=4)))
 
 
@@ -106,23 +101,19 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
 
 
-def test_wrong_arguments_are_named():
-    a, *_ = inputs(1, 3, 2, 2, "diagonal", state=False)
-    q, k, x, b = (a[n] for n in "qkxb")
-    with pytest.raises(ValueError, match=r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"):
-        triton_scan(q, k, x, x.new_zeros(1, 3, 5))
-    with pytest.raises(ValueError, match="form is 'full'"):
-        triton_scan(q, k, x, b, form="full")
-    with pytest.raises(ValueError, match="x is torch.float64"):
-        triton_scan(q, k, x.double(), b)
-    with pytest.raises(ValueError, match="k has 129 state coordinates"):
-        triton_scan(x.new_zeros(1, 3, 129), x.new_zeros(1, 3, 129), x, b)
-    with pytest.raises(ValueError, match="A has shape"):
-        triton_selective_scan(q, k, x, b, x.new_zeros(3, 3))
-    with pytest.raises(ValueError, match="cu_seqlens needs B = 1"):
-        triton_scan(q, k, x, b, cu_seqlens=torch.zeros(2, device=DEVICE))
-    with pytest.raises(ValueError, match="checkpoint is 5"):
-        triton_scan(q, k, x, b, checkpoint=5)
+@pytest.mark.parametrize("change, message", [
+    (dict(b=(1, 3, 5)), r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"), (dict(form="full"), "form is 'full'"),
+    (dict(x=torch.float64), "float32, bfloat16 and float16, not float64"), (dict(checkpoint=5), "checkpoint is 5"),
+    (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates, and q has 129"), (dict(A=(3, 3)), "A has shape"),
+    (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens is torch.float32")])
+def test_wrong_arguments_are_named(change, message):
+    a = {n: t for n, t in inputs(1, 3, 2, 2, state=False)[0].items() if n in "qkxb"}
+    for name, value in change.items():
+        a[name] = (torch.zeros(value, device=DEVICE) if isinstance(value, tuple) else a[name].to(value) if name == "x" else value)
+    if "A" in a:
+        a["dt"] = a.pop("b")
+    with pytest.raises(ValueError, match=message):
+        (selective_scan if "A" in a else longhorn_scan)(**a, backend="triton")
 
 
 # ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: float16 at one shape, all
@@ -168,39 +159,24 @@ def test_gpu_checkpoint_spacing_with_many_states(form):
 def test_gpu_packed(form):
     bounds, dtype = [0, 1, 1, 300, 333, 1200], torch.bfloat16
     a, dout, dfinal = inputs(1, 1200, 72, 16, form, dtype=dtype, sequences=5)
-    out, final, grads = kernels(a, dout, dfinal, form, bounds)
-    out_, final_, grads_ = oracle(a, dout, dfinal, form, bounds)
-    assert_close(dict(out=error(out, out_), final=error(final, final_), **{n: error(grads[n], g) for n, g in grads_.items()}), dtype)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form)
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1])
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ("q", "k", "x", "b", "z"))
+    packed = assert_packed_as_alone(a, dout, dfinal, form, bounds)
+    assert_close(off(packed, oracle(a, dout, dfinal, form, bounds)), dtype)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_gradients_repeat_bit_for_bit(form):
     a, dout, dfinal = inputs(2, 600, 200, 16, form, dtype=torch.bfloat16)
-    first, second = (kernels(a, dout, dfinal, form) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert_same_bits(*(kernels(a, dout, dfinal, form) for _ in range(2)))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", ("exact", "s6"))
 def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
     "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
-    empty = torch.empty
-    def poisoned(*size, **options):
-        t = empty(*size, **options)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poisoned(monkeypatch)
     a, dout, dfinal = inputs(2, 43, 37, 13, form)
-    inside = {}
-    for n, t in a.items():
-        if t is not None and n != "A":
-            big = poisoned(*(s + 7 for s in t.shape), device=DEVICE)
-            window = big[tuple(slice(3, 3 + s) for s in t.shape)]
-            inside[n] = window.copy_(t)
+    inside = {n: within(t) for n, t in a.items() if t is not None and n != "A"}
     got = kernels({**a, **inside}, dout, dfinal, form)
     monkeypatch.undo()
     want = kernels(a, dout, dfinal, form)            # other strides are other kernels: equal but for rounding
@@ -210,23 +186,5 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
 
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
-    "2.25 billion elements, forward and backward. What was long before or comes long after is forgotten: both ends agree with short runs."
-    B, T, D, N, near, margin = 1, 1_100_000, 2048, 4, 64, 512
-    needed = 50 * 2**30                # x, out, their gradients: 4.2 GiB each; logits' gradients and checkpoints, in float32, 2 to 4 times that
-    free = torch.cuda.mem_get_info()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory, {free >> 30} GiB are free")
-    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
-    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1))
-    grads = {}
-    for name, part in dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)).items():
-        leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
-        out, final = triton_scan(**leaf, checkpoint="small")
-        # every element is its own weight in the loss, so a wrong address shows
-        grads[name] = dict(out=out.detach(), final=final.detach()) | gradients((out,), (out.detach(),), leaf)
-    found = {}
-    for end, at in dict(start=slice(0, near), end=slice(-near, None)).items():
-        for n, t in grads[end].items():
-            if n != "final" or end == "end":
-                found[f"{n} {end}"] = error(grads["whole"][n], t) if n == "final" else error(grads["whole"][n][:, at], t[:, at])
-    assert_close(found, torch.bfloat16)
+    "2.25 billion elements: x, out and their gradients 4.2 GiB each; logits' gradients and checkpoints in float32, 2 to 4 times that."
+    assert_ends_agree(1, 1_100_000, 2048, 4, gib=50, near=64, margin=512, scalar=True, checkpoint="small")

@@ -7,14 +7,14 @@ __all__ = ['RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'SHA
            'mqar_cells', 'both_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states',
            'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens',
            'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision', 'kernel_times',
-           'judge_ratios', 'compare_times', 'compare_training', 'no_fast_kernel']
+           'compare_times', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-003
 import math
 from statistics import mean
 
 from .published import EXTRAPOLATION, NAMES, OPENWEBTEXT
-from .stats import MARGINS, Comparison, Judgement
+from .stats import MARGINS, Comparison, Judgement, judge_ratios
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-007
 def edge(
@@ -298,19 +298,6 @@ def kernel_times(
     found = {row["shape"]: row["forward_ms"] + row["backward_ms"] for row in record["rows"]
              if row["section"] == "main" and (row["form"], row["kernels"]) == (form, kernels or form)}
     return [found[shape] for shape in SHAPES]
-
-def judge_ratios(
-    label: str,
-    ratios: tuple, # how many times as fast, one per shape
-    least: float,  # smallest ratio that holds
-    published: float | None = None,
-) -> tuple[Comparison, Judgement]:
-    "Judge ratios of times: a claim holds if it does for every one; the mean is geometric, the interval their range."
-    held = [ratio >= least for ratio in ratios]
-    verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
-    middle = math.exp(mean(map(math.log, ratios)))
-    return (Comparison(label, ratios, "times", published=published),
-            Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict))
 
 def compare_times(
     record: dict, # kernels/results/h200.json

@@ -7,16 +7,15 @@ __all__ = ['PACKAGES', 'LARGEST_FILE', 'HELD_OUT', 'SEPARATOR', 'COMPRESSED', 'R
            'BATCH_DOCUMENTS', 'BATCH_TEXT', 'MARK_SECONDS', 'stdlib_files', 'normalise', 'help_topics', 'name_hash',
            'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'ZstdReader', 'open_text', 'file_trouble',
            'text_documents', 'found_column', 'record_documents', 'json_records', 'parquet_records', 'file_kind',
-           'file_documents', 'matching_files', 'hub_name', 'HubRows', 'hub_trouble', 'hub_documents', 'load_documents',
-           'load_text', 'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype',
-           'TokenShards', 'OpenShard', 'reopen', 'ShardWriter', 'holds_whole', 'pieces_of', 'split_documents',
-           'batches', 'one_batch', 'batch_hash', 'batches_after', 'tokenise', 'in_order', 'cores', 'Preparation',
-           'stages_of', 'cutter', 'run_stage', 'write_corpus', 'wait_for_first', 'make_corpus', 'kept', 'stamp',
-           'fault', 'faults', 'open_shards', 'Corpus', 'remake_shard', 'check_corpus', 'source_hash', 'tokenizer_hash',
-           'cache_folder', 'check_numbers', 'read_index', 'prepare', 'epoch_order', 'Sampler']
+           'file_documents', 'matching_files', 'hub_name', 'HubRows', 'hub_trouble', 'load_documents', 'load_text',
+           'ByteTokenizer', 'BPETokenizer', 'gpt2_from_folder', 'get_tokenizer', 'token_dtype', 'TokenShards',
+           'OpenShard', 'reopen', 'ShardWriter', 'holds_whole', 'pieces_of', 'split_documents', 'batches', 'one_batch',
+           'batch_hash', 'batches_after', 'tokenise', 'in_order', 'cores', 'Preparation', 'cutter', 'run_stage',
+           'write_corpus', 'make_corpus', 'faults', 'Corpus', 'remake_shard', 'open_corpus', 'source_hash',
+           'tokenizer_hash', 'check_numbers', 'prepare', 'epoch_order', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
-import errno, glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, shutil, sys, sysconfig, time, zlib
+import glob, gzip, hashlib, io, itertools, json, logging, lzma, math, os, re, sys, sysconfig, time, zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,14 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from ..records import (
-    atomic_file, exclusive_lock, progress, put_in_place, put_on_disk, read_json, write_json)
+    atomic_file, cannot_write, discard, exclusive_lock, progress, put_in_place, put_on_disk, read_json, write_json)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-007
-PACKAGES = (
-    "asyncio", "collections", "concurrent", "ctypes", "email", "html", "http", "importlib", "json",
-    "logging", "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "xmlrpc",
-    "zoneinfo",
-)
+PACKAGES = ("asyncio", "collections", "concurrent", "ctypes", "email", "html", "http", "importlib", "json", "logging",
+            "multiprocessing", "re", "tomllib", "unittest", "urllib", "wsgiref", "xml", "xmlrpc", "zoneinfo")
 LARGEST_FILE = 150_000 # bytes
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-008
@@ -67,8 +63,7 @@ def normalise(
 def help_topics():
     "Python's help topics that are not part of a longer topic: {name: text}."
     from pydoc_data.topics import topics
-    lines = {name: {line for line in text.splitlines() if len(line) >= 30}
-             for name, text in topics.items()}
+    lines = {name: {line for line in text.splitlines() if len(line) >= 30} for name, text in topics.items()}
     kept = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
         if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in kept):
@@ -145,20 +140,13 @@ class ZstdReader(io.RawIOBase):
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-026
 SEPARATOR = "\n<|endoftext|>\n"
-COMPRESSED = (".gz", ".xz", ".zst")
+COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".zst": lambda path: io.BufferedReader(ZstdReader(path), 1 << 20)}
 
 def open_text(
     path, # a file; the ending says how it is compressed
 ):
-    "A binary stream of the file's contents, decompressed."
-    path = Path(path)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".zst":
-        return io.BufferedReader(ZstdReader(path), 1 << 20)
-    return open(path, "rb")
+    "Return a binary stream of the file's contents, decompressed."
+    return COMPRESSED.get(Path(path).suffix, lambda path: open(path, "rb"))(path)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-027
 @contextmanager
@@ -211,9 +199,7 @@ def record_documents(
     text_column, # as for `found_column`
     source,      # what to call all records in a message
 ):
-    """The documents in records as (place, text), with NUL characters dropped.
-
-    Skips null and blank text and prints how often; ValueError that names the place of other values."""
+    "Yield the documents in records as (place, text) without NUL characters; skips blank text and prints how often."
     total, skipped = 0, 0
     for total, (place, record) in enumerate(records, 1):
         column = found_column(record, text_column, place)
@@ -293,9 +279,7 @@ def file_documents(
     path,               # one file of text or of records
     text_column="text", # name of the column with the text, in a file of records
 ):
-    """The documents of one file as (name, text), read as a stream.
-
-    Raises ValueError or OSError naming the file."""
+    "Yield the documents of one file as (name, text), read as a stream; ValueError or OSError names the file."
     path, kind, name = Path(path), file_kind(path), None
     if kind == "text" and text_column != "text":
         raise ValueError(f"{path} is plain text and has no column {text_column!r}; expected .jsonl or .parquet")
@@ -330,8 +314,7 @@ def hub_name(
     name, # what follows "hf:"
 ):
     "(path, configuration or None, split, revision or None) of a dataset's name."
-    found = HUB_NAME.fullmatch(name)
-    if not found:
+    if not (found := HUB_NAME.fullmatch(name)):
         raise ValueError(f"dataset hf:{name}: its name should look like hf:NAME:CONFIG#SPLIT@REVISION")
     path, config, split, revision = found.groups()
     return path, config, split or "train", revision
@@ -364,8 +347,15 @@ class HubRows:
                 self.row += 1
                 yield row
 
+    def documents(self,
+        text_column="text", # name of the column with the text
+    ):
+        "Return the documents in the rows as (name, text)."
+        name = f"dataset {self.name!r}"
+        return record_documents(((f"{name}, row {self.row - 1}", row) for row in self), text_column, name)
+
     def position(self):
-        "Where the next row is: its number, and the library's own note if it keeps one."
+        "Return where the next row is: its number, and the library's own note if it keeps one."
         if self.row == self.begin["row"]:
             return self.begin
         note = self.rows.state_dict() if hasattr(self.rows, "state_dict") else None
@@ -376,32 +366,23 @@ class HubRows:
 def hub_trouble(
     name, # of the dataset
 ):
-    "Inside, whatever `datasets` raises becomes an OSError of one line that names the dataset."
+    "Context manager that turns whatever `datasets` raises into an OSError of one line that names the dataset."
     try:
         yield
     except Exception as error: # a network fails in as many ways as there are networks
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"cannot load the dataset {name!r} (hub or folder): {reason}") from None
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-035
-def hub_documents(
-    rows,               # `HubRows`
-    text_column="text", # name of the column with the text
-):
-    "The documents in rows of a dataset as (name, text)."
-    name = f"dataset {rows.name!r}"
-    return record_documents(((f"{name}, row {rows.row - 1}", row) for row in rows), text_column, name)
-
 # %% ../../nbs/lab/30_data.ipynb #30_data-036
 def load_documents(
     source,             # "stdlib", a path or glob of files, or "hf:NAME[:CONFIG]"
     text_column="text", # name of the column with the text, in records
 ):
-    "The documents of a source as (name, text); raises ValueError or OSError in one line."
+    "Yield the documents of a source as (name, text); raises ValueError or OSError."
     if source == "stdlib":
         yield from embedded_documents()
     elif source.startswith("hf:"):
-        yield from hub_documents(HubRows(source[3:]), text_column)
+        yield from HubRows(source[3:]).documents(text_column)
     else:
         for path in matching_files(source):
             yield from file_documents(path, text_column)
@@ -476,9 +457,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 def get_tokenizer(
     name, # "bytes", "gpt2" or "gpt2:FOLDER"
 ):
-    """The tokenizer of that name, with `encode`, `decode`, `vocab_size` and `end`.
-
-    Raises ValueError or OSError in one line."""
+    "Return the tokenizer of that name, with `encode`, `decode`, `vocab_size` and `end`; or ValueError or OSError."
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("gpt2:"):
@@ -520,12 +499,9 @@ class TokenShards:
         start, stop, stride = index.indices(len(self))
         if stride != 1:
             return np.asarray(self)[index]
-        first = max(int(np.searchsorted(self.ends, start, side="right")) - 1, 0)
-        parts = []
-        for array, offset in zip(self.arrays[first:], self.ends[first:]):
-            if offset >= stop:
-                break
-            parts.append(array[max(start - offset, 0):stop - offset])
+        first, last = int(np.searchsorted(self.ends, start, side="right")) - 1, int(np.searchsorted(self.ends, stop))
+        parts = [array[max(start - offset, 0):stop - offset]
+                 for array, offset in zip(self.arrays[first:last], self.ends[first:last])]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def __array__(self, dtype=None, copy=None):
@@ -543,7 +519,7 @@ class OpenShard:
         self.file = open(path.with_suffix(".begin"), "wb")
         self.file.write(data)
         self.mark()
-        os.replace(self.file.name, path.with_suffix(".partial")) # until now the old one was there
+        put_in_place(path.with_suffix(".begin"), path.with_suffix(".partial")) # until now the old one was there
 
     def write(self, tokens):
         "Append token ids."
@@ -552,7 +528,7 @@ class OpenShard:
         self.about["tokens"] += len(tokens)
 
     def mark(self):
-        "The index entry so far; everything it speaks of is on the disk."
+        "Return the index entry so far; everything it speaks of is on the disk."
         self.file.flush()
         os.fsync(self.file.fileno())
         return self.about | {"sha256": self.digest.hexdigest()}
@@ -561,7 +537,7 @@ class OpenShard:
         "Give the file its name and return its index entry."
         entry = self.mark()
         self.file.close()
-        os.replace(self.path.with_suffix(".partial"), self.path)
+        put_in_place(self.path.with_suffix(".partial"), self.path)
         return entry
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-052
@@ -572,7 +548,7 @@ def reopen(
 ):
     "The `OpenShard` cut back to a mark; raises ValueError when what was written before it is damaged."
     if path.exists(): # it was finished after the mark
-        os.replace(path, path.with_suffix(".partial"))
+        put_in_place(path, path.with_suffix(".partial"))
     partial, length = path.with_suffix(".partial"), mark["tokens"] * size
     data = partial.read_bytes()[:length] if partial.exists() else b""
     if hashlib.sha256(data).hexdigest() != mark["sha256"]:
@@ -592,9 +568,8 @@ class ShardWriter:
         self.folder, self.part, self.dtype = Path(folder), part, dtype
         self.shard_tokens, self.shard = shard_tokens, None
         self.summary = {"tokens": 0, "bytes": 0, "documents": 0, "shards": []} | (mark or {})
-        begun = self.summary.pop("open", None)
-        if begun:
-            self.shard = reopen(self.folder / begun["file"], begun, dtype.itemsize)
+        if half := self.summary.pop("open", None):
+            self.shard = reopen(self.folder / half["file"], half, dtype.itemsize)
 
     def add(self,
         tokens,      # 1-d array of ids, with its end mark
@@ -607,17 +582,14 @@ class ShardWriter:
         for name, count in (("tokens", len(tokens)), ("bytes", size), ("documents", 1)):
             self.summary[name] += count
         while len(tokens):
-            self.shard = self.shard or self.next_shard(origin, skip)
+            name = f"{self.part}-{len(self.summary['shards']):05d}.bin"
+            about = {"file": name, "tokens": 0, "from": origin, "skip": skip}
+            self.shard = self.shard or OpenShard(self.folder / name, about)
             room = self.shard_tokens - self.shard.about["tokens"]
             self.shard.write(tokens[:room])
             skip, tokens = skip + len(tokens[:room]), tokens[room:]
             if self.shard.about["tokens"] == self.shard_tokens:
                 self.close()
-
-    def next_shard(self, origin, skip):
-        "An empty `OpenShard`."
-        name = f"{self.part}-{len(self.summary['shards']):05d}.bin"
-        return OpenShard(self.folder / name, {"file": name, "tokens": 0, "from": origin, "skip": skip})
 
     def close(self):
         "Finish the open file, if any."
@@ -626,9 +598,9 @@ class ShardWriter:
             self.shard = None
 
     def mark(self):
-        "Everything needed to go on from here, after a crash too."
-        begun = self.shard.mark() if self.shard else None
-        return self.summary | {"shards": list(self.summary["shards"]), "open": begun}
+        "Return everything needed to resume from here, after a crash too."
+        half = self.shard.mark() if self.shard else None
+        return self.summary | {"shards": list(self.summary["shards"]), "open": half}
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-056
 def holds_whole(
@@ -679,13 +651,9 @@ def batches(
 ):
     "Yields (position of the batch, its documents as (name, text)) to the end of the source."
     position = position or {"documents": 0, "hub": None}
-    done, rows = position["documents"], None
-    if source.startswith("hf:"):
-        rows = HubRows(source[3:], position["hub"])
-        documents = hub_documents(rows, text_column)
-    else:
-        documents = itertools.islice(load_documents(source, text_column), done, None)
-    documents = itertools.islice(documents, None if limit is None else max(limit - done, 0))
+    done, rows = position["documents"], HubRows(source[3:], position["hub"]) if source.startswith("hf:") else None
+    found = rows.documents(text_column) if rows else itertools.islice(load_documents(source, text_column), done, None)
+    documents = itertools.islice(found, None if limit is None else max(limit - done, 0))
     while batch := one_batch(documents):
         yield position, batch
         done += len(batch)
@@ -695,14 +663,13 @@ def batches(
 def one_batch(
     documents, # iterator of (name, text)
 ):
-    "The next documents, up to `BATCH_DOCUMENTS` or `BATCH_TEXT`; [] at the end."
+    "Return the next documents, up to `BATCH_DOCUMENTS` or `BATCH_TEXT`; [] at the end."
     batch, size = [], 0
-    while len(batch) < BATCH_DOCUMENTS and size < BATCH_TEXT:
-        document = next(documents, None)
-        if document is None:
-            break
+    for document in documents:
         batch.append(document)
         size += len(document[1])
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_TEXT:
+            break
     return batch
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-065
@@ -715,16 +682,14 @@ def batch_hash(
 # %% ../../nbs/lab/30_data.ipynb #30_data-066
 def batches_after(
     source, limit, # as for `batches`
-    last=None,     # {"position", "sha256"} of the last batch that was written; None: there is none
+    last=None,     # {"position", "sha256"} of the last batch that was written; None at the start
     text_column="text", # as for `load_documents`
 ):
     "`batches` behind one that is known; raises ValueError when the source no longer has it."
     found = batches(source, last and last["position"], limit, text_column)
-    if last:
-        documents = next(found, (None, []))[1]
-        if batch_hash(documents) != last["sha256"]:
-            raise ValueError(f"data source {source!r} is no longer the text this preparation began "
-                             "with; start again, with a fixed revision (hf:NAME@REVISION) if it is on the hub")
+    if last and batch_hash(next(found, (None, []))[1]) != last["sha256"]:
+        raise ValueError(f"data source {source!r} is no longer the text this preparation started with; start again, "
+                         "with a fixed revision (hf:NAME@REVISION) if it is on the hub")
     yield from found
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-068
@@ -775,17 +740,15 @@ class Preparation:
         shard_tokens, # tokens to a file
     ):
         self.folder, self.saved = Path(folder), time.monotonic()
-        names = "source", "held_out" # known by their hashes
-        settings = {name: value for name, value in settings.items() if name not in names}
+        settings = {name: value for name, value in settings.items() if name not in ("source", "held_out")} # hashed
         settings |= {"shard_tokens": shard_tokens, "batch": [BATCH_DOCUMENTS, BATCH_TEXT]}
         path = self.folder / "journal.json"
         self.journal = read_json(path) if path.exists() else {}
         if self.journal.get("settings") != settings:
             for file in self.folder.iterdir():
-                file.unlink()
+                discard(file)
             self.journal = {"settings": settings, "stage": 0, "whole": None, "last": None, "marks": {}}
-        marks = self.journal["marks"]
-        self.writers = {part: ShardWriter(folder, part, dtype, shard_tokens, marks.get(part))
+        self.writers = {part: ShardWriter(folder, part, dtype, shard_tokens, self.journal["marks"].get(part))
                         for part in ("train", "val")}
 
     def tokens(self, part):
@@ -808,7 +771,7 @@ class Preparation:
         before, brought = {part: self.tokens(part) for part in self.writers}, 0
         origin = {"stage": self.journal["stage"], "position": position}
         for part, ids, size in tokens:
-            if part == "train" and self.tokens("train") >= enough: # the held-out end of a document still belongs to its head
+            if part == "train" and self.tokens("train") >= enough: # the end of a document still belongs to its head
                 return False
             self.writers[part].add(ids, size, origin, self.tokens(part) - before[part])
             brought += len(ids)
@@ -816,34 +779,21 @@ class Preparation:
         self.save(MARK_SECONDS)
         return brought
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-074
-def stages_of(
-    source,          # to train on
-    held_out=None,   # a source for the held-out part; None: a share of `source`
-    text_column="text", # as for `load_documents`
-):
-    "The sources to read in turn, as (source, part, text column); the part is None for one that is split."
-    if held_out is None:
-        return [(source, None, text_column)]
-    return [(source, "train", text_column), (held_out, "val", text_column)]
-
 # %% ../../nbs/lab/30_data.ipynb #30_data-075
 def cutter(
-    stage,    # from `stages_of`
+    stage,    # (source, part, text column); the part is None for a source that is split
     whole,    # from `holds_whole`
     fraction, # share to hold out
 ):
-    "A function from a batch of documents to its (part, text) pieces."
+    "Return a function from a batch of documents to its (part, text) pieces."
     source, part, _ = stage
-    if part:
-        return lambda documents: [(part, text) for _, text in documents]
-    return lambda documents: [piece for name, text in documents
-                              for piece in pieces_of(name, text, whole, fraction, source == "stdlib")]
+    cut = lambda name, text: [(part, text)] if part else pieces_of(name, text, whole, fraction, source == "stdlib")
+    return lambda documents: [piece for document in documents for piece in cut(*document)]
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-076
 def run_stage(
     work,      # Preparation
-    stage,     # from `stages_of`
+    stage,     # as for `cutter`
     tokenizer, # from `get_tokenizer`
     fraction, limit, enough, # share to hold out, documents, tokens to train on
     workers,   # threads
@@ -853,25 +803,22 @@ def run_stage(
     source, part, text_column = stage
     found, whole = batches_after(source, limit, work.journal["last"], text_column), work.journal["whole"]
     if part is None and whole is None:
-        head, count = [], 0
-        while count < 1000 and (batch := next(found, None)):
+        head = []
+        while sum(len(batch[1]) for batch in head) < 1000 and (batch := next(found, None)):
             head.append(batch)
-            count += len(batch[1])
         first = [document for _, documents in head for document in documents]
         whole = work.journal["whole"] = holds_whole(first, fraction, source == "stdlib")
         found = itertools.chain(head, found)
     cut = cutter(stage, whole, fraction)
-    encode = lambda batch: tokenise(cut(batch[1]), tokenizer)
-    for (position, documents), tokens in in_order(encode, found, workers):
-        brought = work.add_batch(position, documents, tokens, enough)
-        if brought is False:
+    for (position, documents), tokens in in_order(lambda batch: tokenise(cut(batch[1]), tokenizer), found, workers):
+        if (brought := work.add_batch(position, documents, tokens, enough)) is False:
             break
         bar.update(brought)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-077
 def write_corpus(
     folder,       # of the work in progress; an earlier attempt in it is continued
-    stages,       # from `stages_of`
+    stages,       # to read in turn, each as for `cutter`
     tokenizer,    # from `get_tokenizer`
     about,        # dict to be kept in the index
     tokens=None,  # stop when the training part has so many
@@ -881,14 +828,12 @@ def write_corpus(
     "Write shards and, last of all, `index.json`; raises ValueError when a part is empty."
     dtype = token_dtype(tokenizer.vocab_size)
     work = Preparation(folder, about, dtype, shard_tokens)
-    done = sum(work.tokens(part) for part in work.writers)
-    with progress(desc="preparing tokens", total=tokens, initial=done) as bar:
+    with progress(desc="preparing tokens", total=tokens, initial=sum(map(work.tokens, work.writers))) as bar:
         for number in range(work.journal["stage"], len(stages)):
             work.journal["stage"], enough = number, tokens if tokens and number == 0 else math.inf
             limit = about["limit"] if number == 0 else None
             if work.tokens("train") < enough:
-                run_stage(work, stages[number], tokenizer, about["fraction"], limit, enough,
-                          workers or cores(), bar)
+                run_stage(work, stages[number], tokenizer, about["fraction"], limit, enough, workers or cores(), bar)
             work.journal |= {"stage": number + 1, "last": None}
             work.save()
     for part, writer in work.writers.items():
@@ -896,81 +841,39 @@ def write_corpus(
         if writer.summary["tokens"] < 2:
             raise ValueError(f"data source {about['source']!r} leaves nothing for the part {part!r}; "
                              "it needs more text")
-    index = about | {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
-    index |= {"dtype": dtype.str, "whole_documents": work.journal["whole"]}
-    index |= {part: writer.summary for part, writer in work.writers.items()}
+    index = about | {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "dtype": dtype.str}
+    index |= {"whole_documents": work.journal["whole"]} | {part: work.writers[part].summary for part in work.writers}
     write_json(Path(folder) / "index.json", index)
     (Path(folder) / "journal.json").unlink()
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-081
-def wait_for_first(
-    folder, # of the corpus
-):
-    "Return at once in the first process of a run, in the others when `folder` is complete."
-    if os.environ.get("RANK", "") not in ("", "0") and not (folder / "index.json").exists():
-        print(f"the first process is preparing {folder}; waiting for it", file=sys.stderr)
-        while not (folder / "index.json").exists():
-            time.sleep(0.2)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-081-2
 def make_corpus(
     folder,    # of the corpus
     *parts, **options, # as for `write_corpus`
 ):
-    """Prepare a corpus in a folder beside `folder`, and give it its name when it is complete.
-
-    What an interruption leaves is continued by the next call. Raises ValueError or OSError in one line."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    "Prepare a corpus in a folder beside `folder`, which gets the name when complete; continues an earlier attempt."
+    partial, index = folder.with_name(f".{folder.name}.partial"), folder / "index.json"
     with exclusive_lock(partial) as alone:
         try:
-            if not alone:
-                wait_for_first(folder)
-            if not (folder / "index.json").exists(): # else another process made it meanwhile
+            if not alone and os.environ.get("RANK", "") not in ("", "0") and not index.exists():
+                print(f"the first process is preparing {folder}; waiting for it", file=sys.stderr)
+                while not index.exists():
+                    time.sleep(0.2)
+            if not index.exists(): # else another process made it meanwhile
                 write_corpus(partial, *parts, **options)
                 put_on_disk(partial)
                 put_in_place(partial, folder)
         except ValueError: # the data will not be better next time
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(partial)
             raise
         except OSError as error: # a full disk, a lost network
-            raise kept(partial, error) from None
+            problem = cannot_write(partial, error) if error.strerror else error
+            if (partial / "journal.json").exists():
+                problem.args = (f"{problem}; what was prepared is kept, and the same command resumes it",)
+            raise problem from None
         finally:
-            if not (partial / "journal.json").exists(): # nothing to go on from
-                shutil.rmtree(partial, ignore_errors=True)
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-082
-def kept(
-    partial, # folder of the work in progress
-    error,   # OSError that stopped it
-):
-    "The error as one line that also says what becomes of the work so far."
-    what = f"cannot write {partial}: {error.strerror}" if error.strerror else str(error)
-    journal = partial / "journal.json"
-    going_on = "; what was prepared is kept, and the same command goes on from there"
-    problem = type(error)(what + (going_on if journal.exists() else ""))
-    problem.errno = error.errno
-    return problem
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-084
-def stamp(
-    path, # a file
-):
-    "Its length and date, as one string."
-    about = path.stat()
-    return f"{about.st_size} {about.st_mtime_ns}"
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-085
-def fault(
-    path,  # of a shard
-    shard, # what the index says of it
-    index, # of the corpus
-):
-    "What is wrong with the contents of a shard, or None."
-    array = np.memmap(path, np.dtype(index["dtype"]), mode="r")
-    if hashlib.sha256(array).hexdigest() != shard["sha256"]:
-        return "is damaged (its sha256 is not that of the index)"
-    if array.max() >= index["vocab_size"]:
-        return f"holds token {array.max()}, but the vocabulary has {index['vocab_size']}"
+            if not (partial / "journal.json").exists(): # nothing to resume
+                discard(partial)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-086
 def faults(
@@ -978,20 +881,24 @@ def faults(
     index,          # its index
     verify="once",  # "once": compare a sha256 on first use; True: each one; False: none
 ):
-    "Yields (path, shard, what is wrong with it) for every damaged or missing shard."
+    "Yield (path, shard, what is wrong with it) for every damaged or missing shard."
     note, dtype = Path(folder) / "checked.json", np.dtype(index["dtype"])
-    known, checked = {}, {}
+    known, checked, doubtful = {}, {}, []
     with suppress(OSError, TypeError, ValueError): # only a note: without it every shard is compared again
         known |= read_json(note)
-    shards = [shard for part in ("train", "val") for shard in index[part]["shards"]]
-    doubtful = []
-    for shard in shards:
+    for shard in index["train"]["shards"] + index["val"]["shards"]:
         path = Path(folder) / shard["file"]
-        if not path.is_file() or path.stat().st_size != shard["tokens"] * dtype.itemsize:
+        about = path.stat() if path.is_file() else None
+        if not about or about.st_size != shard["tokens"] * dtype.itemsize:
             yield path, shard, "is missing or has the wrong size"
-        elif verify is True or verify and known.get(shard["file"]) != stamp(path):
-            doubtful.append((path, shard, stamp(path)))
-    look = lambda item: fault(item[0], item[1], index)
+        elif verify is True or verify and known.get(shard["file"]) != f"{about.st_size} {about.st_mtime_ns}":
+            doubtful.append((path, shard, f"{about.st_size} {about.st_mtime_ns}"))
+    def look(item):
+        array = np.memmap(item[0], dtype, mode="r")
+        if hashlib.sha256(array).hexdigest() != item[1]["sha256"]:
+            return "is damaged (its sha256 is not that of the index)"
+        if array.max() >= index["vocab_size"]:
+            return f"holds token {array.max()}, but the vocabulary has {index['vocab_size']}"
     for (path, shard, date), problem in in_order(look, doubtful, min(8, cores())):
         if problem:
             yield path, shard, problem
@@ -1000,17 +907,6 @@ def faults(
     if checked:
         with suppress(OSError): # a folder that may only be read is checked each time
             write_json(note, known | checked)
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-087
-def open_shards(
-    folder, # of a prepared corpus, already checked
-    index,  # its index
-    part,   # "train" or "val"
-):
-    "The part's `TokenShards`, memory-mapped."
-    dtype = np.dtype(index["dtype"])
-    return TokenShards(np.memmap(Path(folder) / shard["file"], dtype, mode="r")
-                       for shard in index[part]["shards"])
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-088
 @dataclass
@@ -1023,16 +919,16 @@ class Corpus:
     val: TokenShards   # held-out tokens
 
     def bits_per_byte(self,
-        nats,       # mean loss, nats a token
+        nats,       # mean loss, nats per token
         part="val", # which part it was measured on
     ):
-        "The loss in bits for each byte of text, which can be compared between tokenizers."
+        "Return the loss in bits per byte of text, which can be compared between tokenizers."
         return nats / math.log(2) * self.index[part]["tokens"] / self.index[part]["bytes"]
 
     def check_vocabulary(self,
         vocab_size, # of a model
     ):
-        "Raises ValueError when the model cannot read these tokens."
+        "Raise ValueError when the model cannot read these tokens."
         if vocab_size < self.index["vocab_size"]:
             raise ValueError(f"the data has a vocabulary of {self.index['vocab_size']} tokens "
                              f"({self.index['tokenizer']}); the model has {vocab_size}")
@@ -1042,7 +938,7 @@ def remake_shard(
     folder,    # of the corpus
     index,     # its index
     shard,     # the entry of the lost shard
-    stages,    # from `stages_of`
+    stages,    # as for `write_corpus`
     tokenizer, # from `get_tokenizer`
 ):
     "Write one shard again from its source; raises ValueError when it does not come out the same."
@@ -1065,33 +961,43 @@ def remake_shard(
         file.write(data)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-091
-def check_corpus(
-    folder, index, # of the corpus
-    verify,        # as for `faults`
-    remake=None,   # function that writes a shard again; None: raise instead
+def open_corpus(
+    folder,    # of a prepared corpus
+    stages,    # as for `write_corpus`
+    tokenizer, # from `get_tokenizer`
+    verify,    # as for `faults`
+    repair,    # make damaged or missing shards again
 ):
-    "Raises ValueError naming the first damaged or missing shard, or has it made again."
+    "Return the `Corpus` of a folder; ValueError names the first damaged or missing file."
+    try:
+        index = read_json(folder / "index.json")
+        index["dtype"], index["vocab_size"]
+        [shard["file"] for part in ("train", "val") for shard in index[part]["shards"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"the index of {folder} is damaged ({error}); delete that folder, "
+                         "and the next call prepares it again") from None
     for path, shard, problem in faults(folder, index, verify):
-        if not remake:
+        if not repair:
             raise ValueError(f"{path} {problem}; prepare(..., repair=True) makes this shard again, "
                              f"or delete the folder {folder} and start over")
         print(f"{path} {problem}; making it again", file=sys.stderr)
-        remake(shard)
+        remake_shard(folder, index, shard, stages, tokenizer)
+    arrays = ((np.memmap(folder / shard["file"], np.dtype(index["dtype"]), mode="r") for shard in index[part]["shards"])
+              for part in ("train", "val"))
+    return Corpus(folder, index, tokenizer, *map(TokenShards, arrays))
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-093
 def source_hash(
     source,             # as for `load_documents`
     text_column="text", # as for `load_documents`
 ):
-    "A sha256 of the text behind a source and of the column it is read from; of its name when it lies on the hub."
+    "Return a sha256 of the text behind a source and of the column it is read from; of the name of a hub dataset."
     if source == "stdlib":
         return embedded_corpus_hash()
     hub = source.startswith("hf:")
-    files, digest = [], hashlib.sha256(source.encode() if hub else b"")
-    if not hub:
-        files = matching_files(source)
-    elif os.path.isdir(folder := hub_name(source[3:])[0]):
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    digest = hashlib.sha256(source.encode() if hub else b"")
+    inside = Path(hub_name(source[3:])[0]).rglob("*") if hub else () # of a folder, if it is one
+    files = sorted(path for path in inside if path.is_file()) if hub else matching_files(source)
     records = not hub and {file_kind(path) for path in files} != {"text"} # refused before they are read
     if records or text_column != "text":
         digest.update(f"column {text_column}\0".encode())
@@ -1104,20 +1010,13 @@ def source_hash(
 def tokenizer_hash(
     tokenizer, # from `get_tokenizer`
 ):
-    "A string that differs when the token ids would: the name and a hash of the merge table, if any."
-    encoding = getattr(tokenizer, "encoding", None)
-    ranks = sorted(encoding._mergeable_ranks.items()) if encoding else []
+    "Return a string that differs when the token ids would: the name and a hash of the merge table, if any."
+    ranks = sorted(tokenizer.encoding._mergeable_ranks.items()) if hasattr(tokenizer, "encoding") else []
     return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-095
-def cache_folder():
-    "Where prepared corpora are kept: $LONGHORN_CACHE, or longhorn-kit in the user's cache folder."
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
-    return Path(os.environ.get("LONGHORN_CACHE") or default)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-096
 def check_numbers(fraction, verify, **counts):
-    "ValueError for a setting of `prepare` that cannot be."
+    "Raise ValueError for a setting of `prepare` that cannot be."
     if not 0 < fraction < 1:
         raise ValueError(f"fraction is {fraction}; it must be between 0 and 1")
     if verify not in ("once", True, False):
@@ -1126,24 +1025,13 @@ def check_numbers(fraction, verify, **counts):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
-def read_index(
-    folder, # of a prepared corpus
-):
-    "Its index; ValueError that says what to do with one that is damaged."
-    try:
-        index = read_json(folder / "index.json")
-        index["dtype"], index["vocab_size"], [shard["file"] for part in ("train", "val") for shard in index[part]["shards"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"the index of {folder} is damaged ({error}); delete that folder, and the next call prepares it again") from None
-    return index
-
 def prepare(
     source="stdlib",    # "stdlib", a path or glob of files, or "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
     tokenizer="bytes",  # "bytes", "gpt2" or "gpt2:FOLDER"
     held_out=None,      # a source of its own for the held-out part; by default a share of `source`
     fraction=HELD_OUT,  # that share
     limit=None,         # use only the first so many documents
-    cache=None,         # folder for prepared corpora; by default `cache_folder()`
+    cache=None,         # folder for prepared corpora; by default $LONGHORN_CACHE, or longhorn-kit in the user's cache
     verify="once",      # "once": compare a shard's sha256 on first use; True: at every opening; False: never
     tokens=None,        # stop when the training part has so many tokens
     repair=False,       # make damaged or missing shards again instead of raising
@@ -1151,25 +1039,23 @@ def prepare(
     workers=None,       # threads that tokenise; None: one for each core
     text_column="text", # name of the column with the text, in records; "text" also finds "content"
 ):
-    """The `Corpus` of a source, prepared if it is not in the cache; an interrupted preparation is continued.
-
-    Raises ValueError or OSError in one line."""
+    "Return the `Corpus` of a source, prepared if it is not in the cache; continues an interrupted preparation."
     check_numbers(fraction if held_out is None else HELD_OUT, verify,
                   limit=limit, tokens=tokens, shard_tokens=shard_tokens, workers=workers)
-    encoder, stages = get_tokenizer(tokenizer), stages_of(source, held_out, text_column)
+    encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
+    if held_out is not None:
+        stages = [(source, "train", text_column), (held_out, "val", text_column)]
     hashes = [source_hash(name, text_column) if name else None for name in (source, held_out)]
     about = {"fraction": fraction, "limit": limit} | ({"tokens": tokens} if tokens else {})
     about |= {"source_sha256": hashes[0], "held_out_sha256": hashes[1]}
     key = json.dumps(about | {"tokenizer": tokenizer_hash(encoder), "format": 3 if tokens else 2})
-    name = f"{encoder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    folder = Path(cache or cache_folder()) / name
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
+    folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default)
+    folder = folder / f"{encoder.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not (folder / "index.json").exists():
         about = {"source": source, "held_out": held_out} | about
         make_corpus(folder, stages, encoder, about, tokens, shard_tokens, workers)
-    index = read_index(folder)
-    again = lambda shard: remake_shard(folder, index, shard, stages, encoder)
-    check_corpus(folder, index, verify, again if repair else None)
-    return Corpus(folder, index, encoder, *(open_shards(folder, index, part) for part in ("train", "val")))
+    return open_corpus(folder, stages, encoder, verify, repair)
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-104
 def epoch_order(
@@ -1194,8 +1080,7 @@ class Sampler:
         world=1,    # number of processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
-            raise ValueError(f"the text has {len(tokens)} tokens; "
-                             f"a context of {context} needs at least {context + 1}")
+            raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
         self.windows, self.spare = divmod(len(tokens) - 1, context)
@@ -1221,8 +1106,7 @@ class Sampler:
 
     def state_dict(self):
         "The position, and what must be equal for it to mean the same."
-        return {"drawn": self.drawn, "tokens": len(self.tokens),
-                "context": self.context, "seed": self.seed}
+        return {"drawn": self.drawn, "tokens": len(self.tokens), "context": self.context, "seed": self.seed}
 
     def load_state_dict(self,
         state, # from `state_dict`
@@ -1230,6 +1114,5 @@ class Sampler:
         "Go on at a saved position; raises ValueError when data, context or seed differ."
         for name, ours in self.state_dict().items():
             if name != "drawn" and ours != state[name]:
-                raise ValueError(f"the saved position belongs to {name}={state[name]}; "
-                                 f"this sampler has {name}={ours}")
+                raise ValueError(f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}")
         self.drawn = state["drawn"]

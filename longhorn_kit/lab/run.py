@@ -5,13 +5,9 @@
 # %% auto #0
 __all__ = ['ERRORS', 'LOSSES', 'LOST', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread', 'Here', 'Lost',
            'LocalJob', 'in_process', 'end_with_driver', 'Processes', 'Slurm', 'Dask', 'cluster_library', 'drive',
-           'collect', 'stop', 'run', 'finished', 'finish', 'engine_for', 'visible_gpus', 'end_with', 'side_by_side']
+           'collect', 'stop', 'run', 'finished', 'finish', 'engine_for', 'visible_gpus']
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-003
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import suppress
-from functools import partial
-from multiprocessing import active_children, get_context
 import hashlib, json, math, multiprocessing, os, signal, sys, threading, time, traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -249,8 +245,8 @@ def drive(
                     known = {results.job_folder(s): s for s in experiment.jobs(config, results)}
                     left = {f: s for f, s in known.items() if results.get(s) is None}
                     todo = {f: s for f, s in left.items() if not results.given_up(s)}
-                    bar.total = len(known)
-                    bar.update(len(known) - len(left) - bar.n)
+                    bar.total, bar.n = len(known), len(known) - len(left)
+                    bar.refresh()
                 late = time.time() > deadline
                 for folder in [f for f in todo if f not in running]:
                     if len(running) < engine.workers and not late:
@@ -362,61 +358,3 @@ def visible_gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [name for name in asked.split(",") if name] if asked else [str(i) for i in range(torch.cuda.device_count())]
-
-# %% ../../nbs/lab/29_run.ipynb #29_run-032
-def end_with(
-    parent: int, # number of the process that started this one
-    grace: float = 90, # seconds to keep what there is to keep
-):
-    "From now on, ask this process to stop when the one that started it is gone, and end it if it does not."
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(2)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace)
-        os._exit(1)
-    threading.Thread(target=watch, daemon=True).start()
-
-def _begin(parent):
-    "What a process of `side_by_side` does first."
-    import torch
-    torch.set_num_threads(1)
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0) # out of the terminal's ctrl-C
-        end_with(parent, 20)
-
-def side_by_side(
-    function,         # of a module, so that another process can import it
-    jobs: list,       # a tuple of arguments for each call
-    workers: int = 2, # processes; 1: this one
-    desc="",          # what the progress bar says
-    total=None,       # of what `done` counts; None: the jobs are counted
-    done=None,        # a function without arguments: how much is done
-) -> list:            # results, in the order of the jobs
-    """Call a function for every job, several processes at a time, on one thread each.
-
-    After ctrl-C no job begins, and those under way are asked to stop. An error of a job is raised once the others
-    that are under way have ended. A script that comes here needs `if __name__ == "__main__":` around its call."""
-    if workers == 1:
-        with one_thread():
-            return [function(*job) for job in progress(jobs, desc)]
-    waiting, running, found, others = list(enumerate(jobs)), {}, {}, active_children()
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),))
-    with pool, progress(desc=desc, total=total or len(jobs)) as bar:
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    place, job = waiting.pop(0)
-                    running[pool.submit(function, *job)] = place
-                finished, _ = wait(running, 1, FIRST_COMPLETED)
-                found |= {running.pop(future): future.result() for future in finished}
-                bar.update((done() if done else len(found)) - bar.n)
-        except KeyboardInterrupt:
-            for process in active_children():
-                if process not in others:
-                    process.terminate()
-            for future in running:
-                if isinstance(error := future.exception(), KeyboardInterrupt): # says what was kept
-                    raise KeyboardInterrupt(str(error).replace("stopped by SIGTERM", "interrupted")) from None
-            raise
-    return [found[place] for place in range(len(jobs))]

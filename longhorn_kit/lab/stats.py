@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'MARGINS', 'MIN_SEEDS', 'LEVEL', 'SEARCH', 'FORMS', 'Comparison', 'holm', 'Judgement', 'measure', 'judge',
-           'show', 'spread_text', 'effect', 'verdict_table']
+           'judge_ratios', 'show', 'spread_text', 'effect', 'verdict_table']
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-003
 import math
@@ -95,6 +95,20 @@ def _verdict(comparison, found, p, level, asked):
     elif word == "undecided" and found[3] <= level:
         why = f"the difference does not survive the correction for {asked} comparisons" + " and two stages" * (level < LEVEL)
     return Judgement(n, *found[:3], p, word, why)
+
+# %% ../../nbs/lab/38_stats.ipynb #38_stats-012b
+def judge_ratios(
+    label: str,
+    ratios: tuple, # how many times as fast, one per shape
+    least: float,  # smallest ratio that holds
+    published: float | None = None,
+) -> tuple[Comparison, Judgement]:
+    "Judge ratios of times: a claim holds if it does for every one; the mean is geometric, the interval their range."
+    held = [ratio >= least for ratio in ratios]
+    verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
+    middle = math.exp(mean(map(math.log, ratios)))
+    return (Comparison(label, ratios, "times", published=published),
+            Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict))
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
 FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.3f}", "%": "{:+.1f}", "% larger": "{:.1f}", "times": "{:.2f}",

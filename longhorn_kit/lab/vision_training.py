@@ -522,6 +522,6 @@ def train_vision(
                 if main:
                     append_jsonl(metrics, lines[-1])
                     save_run(run)
-                    bar.set_postfix(loss=lines[-1]["loss"], top1=lines[-1]["top1"])
+                    bar.set_postfix(loss=lines[-1]["loss"], top1=lines[-1]["top1"], refresh=False)
                 run.accelerator.wait_for_everyone()
     return lines[-1]
