@@ -7,7 +7,6 @@ from longhorn_kit.lab.claims import find_claim
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.records import read_record
-
 FAST = dict(gpu=False, preset="laptop", tokens=1024, contexts=(1024,))
 
 
