@@ -20,10 +20,7 @@ WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912,
 NARROW = dict(width=380, label=6, plot=(16, 146), number=158, n=None, verdict=374, step=48, above=20)
 
 # %% ../../nbs/lab/39_forest.ipynb #39_forest-007
-def mark(
-    x: float, y: float,
-    verdict: str,
-) -> str:
+def mark(x: float, y: float, verdict: str) -> str:
     "Draw the mark of a verdict."
     fill = f'style="fill:var({COLOURS.get(verdict, "--u")});stroke:var(--page)"'
     if verdict == "holds":
@@ -44,11 +41,7 @@ def _ring(x, y):
     return f'<circle cx="{x:.1f}" cy="{y}" r="5" style="fill:none;stroke:var(--ink);stroke-width:1.3"/>'
 
 # %% ../../nbs/lab/39_forest.ipynb #39_forest-009
-def axis(
-    rows: list, # ledger rows of one unit
-    unit: str,
-    ends: tuple[float, float], # places of the axis' ends
-) -> tuple: # value -> place, values of the ticks
+def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
     "Return the scale of an axis."
     both = [(row.judgement.difference, row.comparison.published) for row in rows]
     values = [value for pair in both for value in pair if value is not None]
@@ -96,10 +89,7 @@ def _row(row, y, place, layout):
     return parts
 
 # %% ../../nbs/lab/39_forest.ipynb #39_forest-011
-def drawing(
-    rows: list,          # ledger rows that have numbers
-    layout: dict = WIDE, # or `NARROW`
-) -> tuple[list[str], float]: # SVG elements, height
+def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
     "Draw all rows, a panel per unit."
     parts, y = [], 6
     for unit in dict.fromkeys(row.comparison.unit for row in rows):
@@ -125,11 +115,7 @@ def drawing(
     return parts, y
 
 # %% ../../nbs/lab/39_forest.ipynb #39_forest-012
-def picture(
-    rows: list,           # ledger rows that have numbers
-    narrow: bool = False,
-    title: str = "What was found: a row per comparison",
-) -> str:
+def picture(rows: list, narrow: bool = False, title: str = "What was found: a row per comparison") -> str:
     "Return the plot as one SVG element, with its colours inside."
     layout = NARROW if narrow else WIDE
     parts, height = drawing(rows, layout)
@@ -143,10 +129,7 @@ def svg(told: str, width: float, height: float, *parts: str) -> str:
             f'viewBox="0 0 {width} {height:.0f}" width="{width}" style="max-width:100%;height:auto">'
             f'<style>{style}</style>{"".join(parts)}</svg>')
 
-def forest(
-    rows: list, # ledger rows that have numbers
-    title: str = "What was found: a row per comparison",
-) -> str:
+def forest(rows: list, title: str = "What was found: a row per comparison") -> str:
     "Return the plot as HTML that fits wide pages and phones."
     pictures = {"wide": picture(rows, False, title), "narrow": picture(rows, True, title)}
     return "".join(f'<div class="lk-{name}">{drawn}</div>' for name, drawn in pictures.items())

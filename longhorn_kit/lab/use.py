@@ -48,11 +48,7 @@ def model_folder(checkpoint: str | Path) -> Path:
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
 
 # %% ../../nbs/lab/36_use.ipynb #36_use-009
-def stream_text(
-    tokens,    # iterable of token ids
-    tokenizer, # with `decode`
-    write,     # called with each piece of text
-):
+def stream_text(tokens, tokenizer, write):
     "Write the text of tokens as they come, never half a character."
     waiting = []
     for token in tokens:
