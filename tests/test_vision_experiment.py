@@ -70,12 +70,8 @@ def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
         assert counts["longhorn"] == counts["longhorn_exact"] < counts["mamba"] < 1.07 * counts["longhorn"]
 
 
-def test_what_decays_and_a_run_that_diverges():
+def test_a_run_that_diverges():
     model = make_model("mamba", "nano_patch2_8")
-    names = {id(p): name for name, p in model.named_parameters()}
-    free, decays = ([names[id(p)] for p in group["params"]] for group in lab.groups(model, 0.05))
-    assert {"cls_token", "pos_embed", "blocks.0.mixer.ahead.A_log", "norm.weight", "head.bias"} <= set(free)
-    assert {"patch_embed.proj.weight", "blocks.0.mixer.ahead.conv1d.weight", "head.weight"} <= set(decays)
     model.head.weight.data[:] = float("nan")
     with pytest.raises(RuntimeError, match="the loss is nan at evaluation 1"):
         learn(model, easy(), easy(20), replace(PLAIN, epochs=1))

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def small(out, data, **options):
     options = dict(epochs=2, batch_size=8, warmup_epochs=0, lr=2e-3) | options
-    return train_vision("digits", str(data), out, quiet=True, cpu=True, **options)
+    return train_vision("digits", out, quiet=True, data=str(data), cpu=True, **options)
 
 
 def test_presets_are_the_published_recipe():
@@ -58,7 +58,7 @@ def test_presets_are_the_published_recipe():
 @pytest.mark.parametrize("arguments, override, message", [
     (["imagnet-vim-tiny"], {}, "unknown preset 'imagnet-vim-tiny'; did you mean 'imagenet-vim-tiny'"),
     (["imagenet-vim-tiny"], {}, "preset imagenet-vim-tiny needs data"),
-    (["digits", "longhorn_vim_huge"], {}, "unknown model 'longhorn_vim_huge'"),
+    (["digits"], dict(model="longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
     (["digits"], dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
     (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"),
     (["digits"], dict(precision="fp8"), "precision is 'fp8'"),
@@ -138,7 +138,7 @@ def test_training_resumes_to_the_bit_keeps_its_weights_and_refuses_other_setting
     options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9)
     whole = small(tmp_path / "whole", folder, **options)
     assert whole["images"] == 10 and whole["skipped"] == 0 and {"ema_top1", "ema_top5"} <= set(whole)
-    run = lab.VisionRun(vision_config("digits", None, str(folder), batch_size=8, warmup_epochs=0, lr=2e-3, cpu=True, **options),
+    run = lab.VisionRun(vision_config("digits", data=str(folder), batch_size=8, warmup_epochs=0, lr=2e-3, cpu=True, **options),
                         tmp_path / "parts")
     lab.resume_run(run)
     run.epoch, line = 1, lab.train_epoch(run, lab.progress(9, disable=True))
@@ -184,7 +184,7 @@ class Noise:
 def recipe():
     "Training images of the ViM recipe, at 32 × 32 pixels."
     train, held_out = lab.Images(Noise(), replaces=True), lab.Images(Noise())
-    config = vision_config("imagenet-vim-tiny", "longhorn_vim_tiny_patch4_32", "noise", batch_size=64, workers=0)
+    config = vision_config("imagenet-vim-tiny", model="longhorn_vim_tiny_patch4_32", data="noise", batch_size=64, workers=0)
     lab.loaders(train, held_out, config, default_cfgs[config.model].default.to_dict(), ALONE)
     return train
 
@@ -220,7 +220,7 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
         lab.loaders([0] * 20, [0], config, {}, ALONE)
     one = small(tmp_path / "one", folder, epochs=1, accumulate=2)
     assert len(lab.read_jsonl(tmp_path / "one" / "metrics.jsonl")) == 1 and one["loss"] > 0
-    run = lab.VisionRun(vision_config("digits", None, str(folder), batch_size=8, accumulate=2, cpu=True), tmp_path / "two")
+    run = lab.VisionRun(vision_config("digits", data=str(folder), batch_size=8, accumulate=2, cpu=True), tmp_path / "two")
     assert run.updates == 3 and len(run.loader) == 6
 
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEWHERE', 'texts_of', 'EXPERIMENT', 'stream_losses',
-           'cut', 'window_losses', 'sliding_loss', 'position_bins', 'by_position', 'added', 'perplexities', 'needle',
-           'encoded', 'haystack', 'answer_scores', 'score_trials', 'lessons', 'lesson_loss', 'teach', 'retrieval_maps',
+           'cut', 'window_losses', 'sliding_loss', 'mean_of', 'position_bins', 'by_position', 'added', 'perplexities',
+           'needle', 'encoded', 'haystack', 'answer_scores', 'score_trials', 'lessons', 'teach', 'retrieval_maps',
            'Config', 'measure', 'train_small', 'trained_models', 'weights_hash', 'models_of', 'jobs', 'run_job',
            'summarize']
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from .data import prepare
@@ -37,11 +38,7 @@ from ..records import check_ranges, read_json, read_record, to_plain, write_json
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()
-def stream_losses(
-    model: SequenceLM,
-    windows: Tensor, # (B,M+1) token ids
-    chunk: int,      # tokens to read at a time
-):
+def stream_losses(model: SequenceLM, windows: Tensor, chunk: int): # (B,M+1) token ids, tokens to read at a time
     "Yield the losses (B,c) of the next tokens in nats, and the cache after them, piece by piece."
     cache, device = None, model.embedding.weight.device
     for start in range(0, windows.shape[1] - 1, chunk):
@@ -50,23 +47,15 @@ def stream_losses(
         yield F.cross_entropy(logits.transpose(1, 2).float(), piece[:, 1:], reduction="none"), cache
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-012
-def cut(
-    tokens,      # (M,) token ids
-    length: int, # L
-    total: int,  # tokens to predict, a multiple of L
-) -> Tensor:     # (total/L, L+1)
-    "Return windows of L inputs and the tokens that follow, one after another; ValueError if the text is too short."
+def cut(tokens, length: int, total: int) -> Tensor: # (total/L,L+1)
+    "Return windows of L tokens and one more, in a row, that predict `total`; ValueError if the text is too short."
     if len(tokens) < total + 1:
         raise ValueError(f"the held-out text has {len(tokens):,} tokens; {total + 1:,} are needed")
     rows = [np.asarray(tokens[start:start + length + 1]) for start in range(0, total, length)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-013
-def window_losses(
-    model: SequenceLM,
-    windows: Tensor, # (n,L+1) token ids
-    s,               # settings: `chunk`, `tokens_at_once`
-) -> np.ndarray:     # (n,L) nats
+def window_losses(model: SequenceLM, windows: Tensor, s) -> np.ndarray: # (n,L+1), settings -> (n,L) nats
     "Return the loss of every token, the state being reset at the start of each window."
     chunk = min(s.chunk, windows.shape[1] - 1)
     parts = windows.split(max(1, s.tokens_at_once // chunk))
@@ -74,58 +63,44 @@ def window_losses(
     return torch.cat(losses).cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-015
-def sliding_loss(
-    model: SequenceLM,
-    tokens,     # (M,) held-out token ids
-    total: int, # tokens to read
-    s,          # settings: `context` (T, even), and those of `window_losses`
-) -> float:     # nats per token
-    "Return the mean loss of the second halves of windows of T tokens that start every T/2 tokens."
+def sliding_loss(model: SequenceLM, tokens, total: int, s) -> float: # nats per token
+    "Return the mean loss of the second halves of windows of T tokens that start every T/2 of `total` tokens."
     half = s.context // 2
     windows = torch.cat([cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)])
-    return window_losses(model, windows, s)[:, half:].mean(dtype=np.float64)
+    return mean_of(window_losses(model, windows, s)[:, half:])
+
+def mean_of(values: np.ndarray, digits: int = 5) -> float:
+    "Return the mean of many numbers, rounded."
+    return round(float(values.mean(dtype=np.float64)), digits)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-017
-def position_bins(
-    longest: int,        # tokens in a window
-    per_octave: int = 3,
-) -> np.ndarray:
+def position_bins(longest: int, per_octave: int = 3) -> np.ndarray:
     "Return edges of bins of positions: 0, 1, 2, ... and from there a factor of 2^(1/per_octave) apart."
     edges = 2 ** (np.arange(math.ceil(math.log2(longest) * per_octave) + 1) / per_octave)
     return np.unique(np.concatenate([[0], np.minimum(np.round(edges), longest)]).astype(int))
 
-def by_position(
-    losses: np.ndarray, # (n,L) nats
-) -> dict: # middle position of every bin, mean loss there
+def by_position(losses: np.ndarray) -> dict: # (n,L) nats -> middle position of every bin, mean loss there
     "Return the mean loss against the number of tokens before."
     edges = position_bins(losses.shape[1])
     bins = list(zip(edges[:-1], edges[1:]))
     return {"position": [round(math.sqrt((a + 1) * b), 1) for a, b in bins],
-            "nats": [round(float(losses[:, a:b].mean()), 4) for a, b in bins]}
+            "nats": [mean_of(losses[:, a:b], 4) for a, b in bins]}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-018
-def added(
-    carried: np.ndarray, # (n,L) nats, the state reset every L tokens
-    reset: np.ndarray,   # (nL/T,T) the same tokens, the state reset every T
-) -> list[float]:        # (L/T,) nats per token
-    "Return what the state from before a stretch of T tokens adds to its loss, for the first stretch, the second, ..."
+def added(carried: np.ndarray, reset: np.ndarray) -> list[float]: # (n,L) and (nL/T,T) nats of the same tokens -> (L/T,)
+    "Return what the state from before a stretch of T tokens adds to its loss (nats per token), stretch by stretch."
     stretches = np.split(carried - reset.reshape(carried.shape), carried.shape[1] // reset.shape[1], 1)
-    return [round(float(part.mean(dtype=np.float64)), 5) for part in stretches]
+    return [mean_of(part) for part in stretches]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-021
-def perplexities(
-    model: SequenceLM,
-    tokens, # (M,) held-out token ids
-    s,      # settings
-) -> dict:
+def perplexities(model: SequenceLM, tokens, s) -> dict: # (M,) held-out token ids, settings
     "Return nats per token at every window length, with sliding windows, and by position in the longest."
     total = s.windows * s.context * max(s.multiples)
     lengths = [s.context * multiple for multiple in s.multiples]
     losses = [window_losses(model, cut(tokens, length, total), s) for length in lengths]
-    nats = [round(float(part.mean(dtype=np.float64)), 5) for part in losses]
-    return {"by_length": {"length": lengths, "nats": nats}, "position": by_position(losses[-1]),
-            "added": added(losses[-1], losses[0]), "tokens": total,
-            "sliding": round(sliding_loss(model, tokens, total, s), 5)}
+    return {"by_length": {"length": lengths, "nats": [mean_of(part) for part in losses]},
+            "position": by_position(losses[-1]), "added": added(losses[-1], losses[0]), "tokens": total,
+            "sliding": sliding_loss(model, tokens, total, s)}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-023
 NEEDLES = ("passkey", "fact")
@@ -133,11 +108,7 @@ NOUNS = ("door", "boat", "lamp", "bird", "coat", "wall", "cart", "tree", "moon",
 COLOURS = ("brown", "green", "white", "black", "ochre", "lilac", "amber", "ivory", "beige", "khaki")
 LONGEST = 6 # bytes of every answer, so no tokenizer needs more tokens
 
-def needle(
-    kind: str,    # of `NEEDLES`
-    seed: int,    # ten in a row have ten different colours
-    choices: int, # answers to choose from, at most ten
-) -> tuple[str, str, list[str]]:
+def needle(kind: str, seed: int, choices: int) -> tuple[str, str, list[str]]: # ten seeds in a row have ten colours
     "Return the sentence to hide, the start of the sentence to complete, and possible answers, the right one first."
     rng = np.random.default_rng(seed)
     if kind == "passkey":
@@ -149,14 +120,9 @@ def needle(
     return f"\nThe colour of the {noun} is{colours[0]}.\n", f"\nThe colour of the {noun} is", colours
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-024
-def encoded(
-    tokenizer,    # from `get_tokenizer`
-    kind: str,    # the rest as for `needle`
-    seed: int,
-    choices: int,
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def encoded(tokenizer, *which) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]: # as for `needle`
     "Return sentence, question and answers of a needle as token ids."
-    sentence, question, answers = needle(kind, seed, choices)
+    sentence, question, answers = needle(*which)
     ids = [np.asarray(tokenizer.encode(text), np.int64) for text in (sentence, question, *answers)]
     return ids[0], ids[1], ids[2:]
 
@@ -170,7 +136,7 @@ def haystack(
     choices: int = 8,
     times: int = 1, # 2: text and needle twice before the question
 ) -> tuple[np.ndarray, list]: # (L,) text, needle and question; the answers
-    "Hide a needle in exactly L tokens; read twice, the same text and needle stand again before the question."
+    "Hide a needle in L tokens; read twice, the same text and needle stand again before the question."
     hidden, asked, answers = encoded(tokenizer, kind, seed, choices)
     size = length - len(hidden) - len(asked)
     if size < 0 or len(tokens) < size:
@@ -191,13 +157,12 @@ def answer_scores(
     "Return the log-probability of each answer after its context."
     device = model.embedding.weight.device
     logits, cache = model.read(contexts.to(device), chunk)
-    B, K, longest = len(answers), len(answers[0]), max(len(a) for row in answers for a in row)
-    padded = torch.zeros(B * K, longest, dtype=torch.int64, device=device)
-    real = torch.zeros(B * K, longest, dtype=torch.bool, device=device)
-    for i, answer in enumerate(answer for row in answers for answer in row):
-        padded[i, :len(answer)], real[i, :len(answer)] = torch.as_tensor(answer), True
+    B, K = len(answers), len(answers[0])
+    flat = [torch.as_tensor(answer, device=device) for row in answers for answer in row]
+    padded = pad_sequence(flat, batch_first=True) # (BK,longest)
+    real = pad_sequence([torch.ones_like(answer) for answer in flat], batch_first=True).bool()
     logits = logits.repeat_interleave(K, 0)
-    if longest > 1:
+    if padded.shape[1] > 1:
         copies = tree_map_only(Tensor, lambda part: part.repeat_interleave(K, 0), cache)
         logits = torch.cat([logits, model.prefill(padded[:, :-1], copies)[0]], 1)
     each = logits.float().log_softmax(-1).gather(-1, padded[..., None])[..., 0]
@@ -205,27 +170,19 @@ def answer_scores(
     return (each * real).sum(1).view(B, K).cpu().numpy(), best.cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-032
-def score_trials(
-    model: SequenceLM,
-    trials: list, # (context, answers) of each
-    s,            # settings: `chunk`, `tokens_at_once`
-) -> tuple[np.ndarray, np.ndarray]: # as from `answer_scores`
-    "Score the answers of every trial, several side by side if their contexts have one length."
+def score_trials(model: SequenceLM, trials: list, s) -> tuple[np.ndarray, np.ndarray]:
+    "Return `answer_scores` of all trials (context, answers), several side by side if their contexts have one length."
     length = len(trials[0][0])
     rows = max(1, min(s.tokens_at_once // s.chunk, 4 * s.tokens_at_once // length))
     rows = rows if all(len(context) == length for context, _ in trials) else 1
-    parts = [trials[i:i + rows] for i in range(0, len(trials), rows)]
-    stack = lambda part: torch.from_numpy(np.stack([context for context, _ in part]))
-    found = [answer_scores(model, stack(part), [answers for _, answers in part], s.chunk) for part in parts]
+    found = []
+    for i in range(0, len(trials), rows):
+        contexts, answers = zip(*trials[i:i + rows])
+        found.append(answer_scores(model, torch.from_numpy(np.stack(contexts)), answers, s.chunk))
     return tuple(map(np.concatenate, zip(*found)))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-034
-def lessons(
-    tokens,    # (M,) training token ids
-    tokenizer,
-    s,         # settings: `taught`, `teach_lengths`, `teach_rows`, `teach_steps`
-    device,
-):
+def lessons(tokens, tokenizer, s, device): # (M,) training token ids
     "Yield batches (rows,M): haystacks of growing length with their answers, and targets, -100 before the answers."
     longest = max(s.teach_lengths) + LONGEST - 1 # one shape for all: behind the answer nothing is read or learnt
     for step in range(s.teach_steps):
@@ -241,34 +198,18 @@ def lessons(
         yield inputs.to(device), targets.to(device)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
-def lesson_loss(model, inputs, targets):
-    "Return the loss of a lesson, twice: to learn from and to record."
-    loss = model(inputs, targets)[1]
-    return loss, loss
-
-def teach(
-    model: SequenceLM,
-    tokens, # (M,) training token ids
-    tokenizer,
-    s,      # settings
-) -> tuple[SequenceLM, float]: # a copy that was taught, the mean loss of its last ten lessons
-    "Teach a copy of the model the kinds of needle in `taught`, one kind after another."
-    model = deepcopy(model).train()
+def teach(model: SequenceLM, tokens, tokenizer, s) -> tuple[SequenceLM, float]: # (M,) training token ids
+    "Return a copy that was taught the needles in `taught`, and the mean loss of its last ten lessons."
+    model, loss_of = deepcopy(model).train(), lambda model, *lesson: 2 * model(*lesson)[1:] # to learn from, to record
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)
-        _, losses = fit(model, batches, lesson_loss, s.teach_steps, s.teach_lr, warmup=20, min_lr_ratio=1.0,
+        _, losses = fit(model, batches, loss_of, s.teach_steps, s.teach_lr, warmup=20, min_lr_ratio=1.0,
                         weight_decay=0.0, clip=1.0, bf16=s.bf16, log_every=10)
     return model.eval(), losses[-1].item()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-037
-def retrieval_maps(
-    model: SequenceLM,
-    tokens,    # (M,) held-out token ids
-    tokenizer,
-    kind: str, # of needle
-    s,         # settings
-) -> dict: # reading -> lengths, and per depth and length the share of right choices and of written answers
-    "Measure where needles of a kind are found."
+def retrieval_maps(model: SequenceLM, tokens, tokenizer, kind: str, s) -> dict: # (M,) held-out token ids
+    "Return by reading the lengths, and per depth and length the shares of right choices and of written answers."
     maps, seeds = {}, range(s.trials)
     hide = lambda seed, *how: haystack(tokens, tokenizer, kind, seed, *how)
     priors, _ = score_trials(model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s)
@@ -278,8 +219,8 @@ def retrieval_maps(
             found = [score_trials(model, [hide(seed, length, depth, s.choices, times) for seed in seeds], s)
                      for length in lengths]
             gains = [scores - priors for scores, _ in found]
-            maps[reading]["right"].append([round(float((gain[:, 0] > gain[:, 1:].max(1)).mean()), 4) for gain in gains])
-            maps[reading]["written"].append([round(float(written.mean()), 4) for _, written in found])
+            maps[reading]["right"].append([mean_of(gain[:, 0] > gain[:, 1:].max(1), 4) for gain in gains])
+            maps[reading]["written"].append([mean_of(written, 4) for _, written in found])
     return maps
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-039
@@ -293,11 +234,11 @@ class Config:
     checkpoints: str = field(default="runs/language/gpu", metadata={"place": True}) # a run of the language experiment
     data: str = field(default="", metadata={"place": True}) # text, as for `open_texts`
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16) # window lengths, in T
-    windows: int = 10               # of the longest kind, one after another in the text
+    windows: int = 10               # of the longest kind, in a row
     chunk: int = 1024               # tokens to read at a time
     tokens_at_once: int = 32768     # over the windows read side by side
-    bf16: bool = True               # products and activations in bfloat16
-    needles: tuple[str, ...] = NEEDLES # kinds that the model is asked for as it is
+    bf16: bool = True               # products and activations
+    needles: tuple[str, ...] = NEEDLES # kinds that the untaught model is asked for
     taught: tuple[str, ...] = NEEDLES  # kinds that it is asked for after lessons
     needle_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384) # tokens
     twice_lengths: tuple[int, ...] = (512, 1024, 2048, 4096) # tokens of a text that is read twice
@@ -325,11 +266,7 @@ LAPTOP = Config(
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
-def measure(
-    model: SequenceLM,
-    texts, # from `open_texts`
-    s,     # settings
-) -> dict:
+def measure(model: SequenceLM, texts, s) -> dict: # from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, without and after lessons."
     words, held_out = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
     autocast = lambda: torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
@@ -344,22 +281,16 @@ def measure(
     return {"text": text, "needles": maps, "lesson_loss": loss}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-044
-def train_small(
-    settings: dict, # of a job
-    data: str,      # the text
-    folder: Path,   # of the job
-) -> Path:          # of the model
-    "Train a small model as the language experiment does, or find it trained."
+def train_small(settings: dict, data: str, folder: Path) -> Path:
+    "Train a job's model as the language experiment does, or find it trained, and return its folder."
     preset = LMPreset(**settings["model"] | {"train": TrainConfig(**settings["model"]["train"])})
     corpus, folder = prepare(data, preset.tokenizer), folder / "trained"
     language.fit(preset, settings["mixer"], corpus, folder, quiet=True)
     return folder / "model"
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-045
-def trained_models(
-    folder: str, # of a run of the language experiment
-) -> list[tuple[dict, Path]]: # settings of its job, folder of the model
-    "Return the finished models of a run, first seeds first; FileNotFoundError if it has none."
+def trained_models(folder: str) -> list[tuple[dict, Path]]:
+    "Return settings and folders of the models of a language run, first seeds first; FileNotFoundError without one."
     paths = sorted(Path(folder).expanduser().glob("jobs/*/metrics.json"))
     found = [(read_record(path)["settings"], path.parent / "model") for path in paths]
     found = [row for row in found if (row[1] / "model.safetensors").exists()]
@@ -369,17 +300,13 @@ def trained_models(
     return sorted(found, key=lambda row: row[0]["seed"])
 
 @cache
-def weights_hash(
-    place: Path, # of a model
-) -> str:
-    "Return the start of the SHA-256 of its weights."
+def weights_hash(place: Path) -> str:
+    "Return the start of the SHA-256 of a model's weights."
     with open(place / "model.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
-def models_of(
-    config: Config,
-):
+def models_of(config: Config):
     "Yield mixer, seed and origin of every model, its folder (\"\": to be trained) and its tokenizer."
     if config.preset:
         for seed, mixer in product(config.seeds, config.mixers):
@@ -394,10 +321,7 @@ def models_of(
 ELSEWHERE = ("preset", "mixers", "seeds", "checkpoints", "data") # fields of `Config` that no single result depends on
 texts_of = cache(open_texts)
 
-def jobs(
-    config: Config,
-    results: Results,
-):
+def jobs(config: Config, results: Results):
     "Yield a job per model, and note in its folder where its model and its text lie."
     if not config.data:
         raise ValueError("name the text with --data FOLDER: that of the run of the language experiment")
@@ -413,10 +337,7 @@ def jobs(
         yield settings
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
-def run_job(
-    settings: dict,
-    folder: Path, # of the job
-) -> dict:
+def run_job(settings: dict, folder: Path) -> dict:
     "Measure one model, which is trained first if it has no folder."
     s, places = SimpleNamespace(**settings), read_json(folder / "places.json")
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
@@ -427,10 +348,7 @@ def run_job(
     return {"parameters": model.num_parameters(), **measure(model, texts, s)}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
-def summarize(
-    config: Config,
-    results: Results,
-) -> dict:
+def summarize(config: Config, results: Results) -> dict:
     "Return what was measured of every model, which were not measured, and the text."
     known, measured = list(jobs(config, results)), ("parameters", "text", "needles", "lesson_loss", "seconds")
     pick = lambda row, *names: {name: row[name] for name in names}

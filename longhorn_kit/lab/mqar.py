@@ -16,6 +16,7 @@ from functools import cache
 from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -59,24 +60,15 @@ def gap_law(task: Task) -> Tensor: # (slots,)
     return weights / weights.sum()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-011
-def draw_slots(
-    task: Task,
-    streams: int, # B
-    generator: torch.Generator,
-) -> Tensor:      # (B,K) the slot of each key's question, all different in a stream
-    "Draw without replacement from the law: the K shortest of waiting times with these rates."
+def draw_slots(task: Task, streams: int, generator: torch.Generator) -> Tensor: # (B,K)
+    "Draw the slot of each key's question without replacement: the K shortest of waiting times with the law's rates."
     law = gap_law(task).to(generator.device, torch.float32)
     waits = torch.empty(streams, task.slots, device=law.device).exponential_(generator=generator)
     return (waits / law).topk(task.keys, largest=False).indices
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-016
-def distinct(
-    low: int, high: int, # tokens to choose from: low to high - 1
-    count: int,          # tokens per stream
-    streams: int,        # B
-    generator: torch.Generator,
-) -> Tensor:             # (B,count)
-    "Draw different tokens in random order."
+def distinct(low: int, high: int, count: int, streams: int, generator: torch.Generator) -> Tensor: # (B,count)
+    "Draw different tokens from low to high - 1, in random order."
     draws = torch.rand(streams, high - low, generator=generator, device=generator.device)
     return low + draws.topk(count).indices
 
@@ -89,12 +81,8 @@ class Streams(NamedTuple):
     first: Tensor   # (B,K) the value that it had first; the same unless it was rewritten
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-018
-def draw(
-    task: Task,
-    streams: int, # B
-    generator: torch.Generator, # decides which streams, and on which device
-) -> Streams:
-    "Draw streams of equation (1)."
+def draw(task: Task, streams: int, generator: torch.Generator) -> Streams:
+    "Draw B streams of equation (1), on the generator's device."
     half, P, K, device = task.vocab // 2, task.pairs, task.keys, generator.device
     keys, values = distinct(1, half, K, streams, generator), distinct(half, task.vocab, P, streams, generator)
     shown = torch.arange(P, device=device).expand(streams, P) # (B,P) which key each pair has
@@ -110,13 +98,8 @@ def draw(
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-022
 PARTS = ("train", "test")
 
-def generator_of(
-    seed: int,    # 0 to 999
-    part: str,    # "train" or "test"
-    block: int,   # counts the batches of a job
-    device="cpu", # where the streams are wanted; CPU and GPU have different generators
-) -> torch.Generator:
-    "Return the generator of one block of streams; no two of (seed, part, block) share a seed."
+def generator_of(seed: int, part: str, block: int, device="cpu") -> torch.Generator:
+    "Return the generator of one block of streams of a seed and a part; no two blocks share a generator."
     number = (2 * block + PARTS.index(part)) * 1000 + seed
     if not 0 <= seed < 1000 or number >= 2**32: # torch's CPU generator looks at 32 bits only
         raise ValueError(f"seed is {seed} and block {block}; seeds go from 0 to 999, blocks to {2**32 // 2000 - 1}")
@@ -124,15 +107,12 @@ def generator_of(
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-026
 @cache
-def place_guess(
-    task: Task,
-    draws: int = 10, # of 10000 streams, half to learn from and half to test with
-) -> float:
+def place_guess(task: Task) -> float:
     "Return how often the value of the likeliest pair is right, if only the place of a question is seen."
     if task.rewritten: # its pairs are shuffled, so the place says nothing, but the last one always counts
         return 1 / task.keys
     counts, pair = torch.zeros(2, task.slots, task.pairs), torch.arange(task.pairs)
-    for block in range(draws):
+    for block in range(10): # half to learn from, half to test with
         slots = draw_slots(task, 10000, generator_of(0, "train", block))
         asked = torch.bincount((slots * task.pairs + pair).flatten(), minlength=counts[0].numel())
         counts[block % 2] += asked.view(-1, task.pairs)
@@ -140,13 +120,8 @@ def place_guess(
     return (tested.gather(1, learnt.argmax(1, keepdim=True)).sum() / tested.sum()).item()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-029
-def answer(
-    model: SequenceLM,
-    tokens: Tensor, # (B,T)
-    where: Tensor,  # (B,K)
-    perturb=None,   # changes the embedded streams: (h (B,T,d_model), tokens) -> h
-) -> Tensor:        # (B,K,V)
-    "Return the logits at the questions."
+def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb=None) -> Tensor: # (B,T), (B,K) -> (B,K,V)
+    "Return the logits at the questions; `perturb(h, tokens)` may change the embedded streams (B,T,d_model)."
     h = model.embed(tokens)
     h = perturb(h, tokens) if perturb else h
     for block in model.blocks:
@@ -162,24 +137,20 @@ def question_loss(model, tokens, where, answers) -> tuple[Tensor, Tensor]: # (),
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-031
 CHUNK, STOP_AT = 50, 0.99 # steps per point of the curve; accuracy over a chunk at which training ends
 
-def training_batches(task: Task, batch_size: int, seed: int, device="cpu"):
+def training_batches(task: Task, batch_size: int, seed: int, device):
     "Yield fresh (tokens, where, answers) without end, drawn for a chunk of steps at a time."
     for block in count():
         fresh = draw(task, CHUNK * batch_size, generator_of(seed, "train", block, device))
         yield from zip(*(part.split(batch_size) for part in fresh[:3]))
 
-def train(
-    settings: dict, # of a job
-) -> tuple[SequenceLM, list[int], Tensor]: # model, steps (points,), loss and accuracy (points, 2)
-    "Train a model until it solves the task or its steps are over."
-    task, device = Task(**settings["task"]), "cuda" if settings["gpu"] else "cpu"
-    shape = (settings[name] for name in ("d_model", "layers", "mixer", "options"))
+def train(settings: dict) -> tuple: # model, steps (points,), loss and accuracy (points,2)
+    "Train a job's model until it solves the task or its steps are over."
+    s, task, device = SimpleNamespace(**settings), Task(**settings["task"]), "cuda" if settings["gpu"] else "cpu"
     with torch.random.fork_rng([]):
-        torch.manual_seed(settings["seed"])
-        model = SequenceLM(LMConfig(task.vocab, *shape)).to(device)
-    batches = training_batches(task, settings["batch_size"], settings["seed"], device)
-    recipe = {name: settings[name] for name in ("steps", "lr", "warmup", "bf16")}
-    return model, *fit(model, batches, question_loss, **recipe, clip=1.0, log_every=CHUNK,
+        torch.manual_seed(s.seed)
+        model = SequenceLM(LMConfig(task.vocab, s.d_model, s.layers, s.mixer, s.options)).to(device)
+    batches = training_batches(task, s.batch_size, s.seed, device)
+    return model, *fit(model, batches, question_loss, s.steps, s.lr, s.warmup, bf16=s.bf16, clip=1.0, log_every=CHUNK,
                        watch=lambda found: found[1] >= STOP_AT or not found[0].isfinite())
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-035
@@ -194,8 +165,8 @@ def accuracy(
 ) -> dict[str, float]:
     "Return the shares of answers with a key's last value (right) and with the first one of a rewritten key (stale)."
     device, right, stale = model.embedding.weight.device, 0, 0
-    batch = draw(task, streams, generator_of(settings["seed"], "test", 0, device))
-    noise = generator_of(settings["seed"], "test", 1, device)
+    fresh, noise = (generator_of(settings["seed"], "test", block, device) for block in (0, 1))
+    batch = draw(task, streams, fresh)
     perturb = perturb_keys(kind, amount, task.vocab, noise) if kind else None
     for tokens, where, answers, first in zip(*(part.split(max(1, 65536 // task.length)) for part in batch)):
         with torch.autocast(device.type, torch.bfloat16, enabled=settings["bf16"]):
@@ -205,13 +176,10 @@ def accuracy(
     return {"right": right / batch.answers.numel(), "stale": stale / batch.answers.numel()}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-036
-def perturb_keys(
-    kind: str,     # "noise" or "cosine"
-    amount: float, # length of the noise relative to the key's; c of equation (3)
-    vocab: int,    # V
-    generator: torch.Generator,
-):                 # (h (B,T,d_model), tokens (B,T)) -> h
-    "Return a function that changes the embedding of every key, where it is shown and where it is asked for."
+def perturb_keys(kind: str, amount: float, vocab: int, generator: torch.Generator):
+    """Return a function (h (B,T,d_model), tokens (B,T)) -> h that changes every key, shown or asked for.
+
+    "noise": by a vector of that share of its length; "cosine": as equation (3) with c."""
     def perturb(h, tokens):
         u = torch.randn(len(h), h.shape[1] if kind == "noise" else 1, h.shape[2], generator=generator, device=h.device)
         u = u / math.sqrt(h.shape[-1]) if kind == "noise" else F.normalize(u, dim=-1)
@@ -223,11 +191,8 @@ def perturb_keys(
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-037
 NOISES, COSINES = (0.25, 0.5, 1.0), (0.25, 0.5, 0.75)
 
-def examine(
-    model: SequenceLM,
-    settings: dict, # of the job
-) -> dict:
-    "Return the accuracy of a trained model, and what it answers in every further test."
+def examine(model: SequenceLM, settings: dict) -> dict:
+    "Return the accuracy of a job's trained model, and what it answers in every further test."
     task, streams = Task(**settings["task"]), settings["test_streams"]
     few = lambda *change, **other: accuracy(model, replace(task, **other), settings, max(1, streams // 8), *change)
     lengths = [task.length * 2**i for i in range(1, 30) if task.length * 2**i <= settings["longest"]]
@@ -239,10 +204,7 @@ def examine(
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-040
 @torch.no_grad()
-def state_bytes(
-    model: SequenceLM,
-    length: int, # T
-) -> int:
+def state_bytes(model: SequenceLM, length: int) -> int:
     "Return the bytes that a model keeps of one stream at its end, over all layers, in float32."
     tokens = torch.zeros(1, length, dtype=torch.int64, device=model.embedding.weight.device)
     kept = tree_leaves(model.prefill(tokens, last_only=True)[1])
@@ -250,25 +212,19 @@ def state_bytes(
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-043
 @torch.no_grad()
-def asked_at_once(
-    model: SequenceLM,
-    streams: Streams, # of one stream
-) -> Tensor:          # (K,T/2) probability
-    "Return how likely each key gets its right value if it is asked for after 2, 4, ..., T tokens instead."
+def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor: # (K,T/2)
+    "Return how likely each key of one stream gets its right value if asked for after 2, 4, ..., T tokens instead."
     tokens, keys, columns = streams.tokens[0], streams.tokens[0, streams.where[0]], []
     for t in range(2, len(tokens) + 1, 2):
         asked = torch.cat([tokens[:t].expand(len(keys), t), keys[:, None]], 1)
         logits = answer(model, asked, torch.full_like(keys, t)[:, None])[:, 0]
-        columns.append(logits.float().softmax(-1).gather(1, streams.answers[0][:, None])[:, 0])
-    return torch.stack(columns, 1)
+        columns.append(logits.float().softmax(-1).gather(1, streams.answers[0][:, None]))
+    return torch.cat(columns, 1)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-044
 @torch.no_grad()
-def state_changes(
-    model: SequenceLM,
-    tokens: Tensor,   # (T,) of one stream
-) -> Tensor | None:   # (T,) relative to the largest state
-    "Return how far each token moves the state of the last layer; None if that layer has no state S."
+def state_changes(model: SequenceLM, tokens: Tensor) -> Tensor | None: # (T,) relative to the largest state
+    "Return how far each token (T,) moves the state of the last layer; None if that layer has no state S."
     cache = model.empty_cache(1, tokens.device)
     if not hasattr(cache[-1], "S"):
         return None
@@ -280,10 +236,7 @@ def state_changes(
     return states.diff(dim=0).norm(dim=1) / states.norm(dim=1).max()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-045
-def look_inside(
-    model: SequenceLM,
-    task: Task,
-) -> dict | None:
+def look_inside(model: SequenceLM, task: Task) -> dict | None:
     "Return `asked_at_once` and `state_changes` for one test stream of the first seed; None if the stream is long."
     if task.keys * task.length > 200:
         return None
@@ -295,7 +248,7 @@ MODELS = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba", "gla", "delt
 
 @dataclass(frozen=True)
 class Stage:
-    "A part of the grid: one size of the task, one width, and what is compared there."
+    "A part of the grid: one size of the task, one width, and its models."
     length: int
     pairs: int
     d_model: int
@@ -306,16 +259,16 @@ class Stage:
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-049
 @dataclass(frozen=True)
 class Config:
-    "All that decides the results of one scale; ValueError for settings that cannot be run."
+    "All that decides the results of one scale."
     stages: tuple             # most important first
     vocab: int = 8192         # V
     lrs: tuple = (2.2e-3, 1e-2, 4.6e-4) # learning rates, tried with the first seed
     late_lrs: tuple = (1e-4,) # tried when everything else is done
     all_lrs: bool = True      # False: none after one that solves the task
     seeds: tuple = (0, 1, 2)  # the others only with the best learning rate
-    tokens: int = 16384       # per batch, unless that is more than `most_streams`
+    tokens: int = 16384       # per batch
     most_streams: int = 256   # per batch
-    steps: int = 6000         # at most, per job
+    steps: int = 6000         # at most
     warmup: int = 300         # steps
     layers: int = 2
     bf16: bool = True         # matrix products in bfloat16
@@ -353,12 +306,7 @@ def cells(config: Config) -> list[dict]:
     return found
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-052
-def search_lr(
-    cell: dict, # see `cells`
-    lrs: tuple, # learning rates, in order
-    config: Config,
-    results: Results,
-) -> tuple[list, dict | None]:
+def search_lr(cell: dict, lrs: tuple, config: Config, results: Results) -> tuple[list, dict | None]:
     "Return the first seed's settings, as far as they are known, and the best of them once all are done."
     tried, rows = [], []
     for lr in lrs:
@@ -377,10 +325,7 @@ def jobs(config: Config, results: Results):
             yield from (settings for settings in known if settings["lr"] in here)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-054
-def run_job(
-    settings: dict,
-    folder: Path,
-) -> dict:
+def run_job(settings: dict, folder: Path) -> dict:
     "Train a model and test it; a killed job starts again, for it takes minutes."
     model, steps, curve = train(settings)
     task, right = Task(**settings["task"]), curve[:, 1].tolist()
@@ -410,10 +355,7 @@ def summarize(config: Config, results: Results) -> dict:
             found.append(summary(rows, {f"{lr:g}": row["accuracy"] for lr, row in first.items() if row}))
     return {"cells": found}
 
-def summary(
-    rows: list,  # metrics of a cell's jobs at its best learning rate, one per seed
-    by_lr: dict, # learning rate -> accuracy with the first seed
-) -> dict:
+def summary(rows: list, by_lr: dict) -> dict: # of `best_rows`; learning rate -> accuracy with the first seed
     "Return what the record keeps of a cell."
     best, task, each = rows[0]["settings"], rows[0]["settings"]["task"], lambda name: [row[name] for row in rows]
     tests = {name: {key: [row["tests"][name][key] for row in rows] for key in found}

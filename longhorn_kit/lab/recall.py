@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WRITES', 'MEMORIES', 'PRESETS', 'EXPERIMENT', 'draw_streams', 'look_up', 'guess_level', 'linear_attention',
-           'attention', 'gated_linear_attention', 'RecallConfig', 'check_settings', 'parameter_shapes', 'count',
-           'matched_width', 'initial', 'RecallModel', 'batches', 'grade', 'train_recall', 'evaluate', 'run_job',
-           'cells', 'search', 'jobs', 'summarize']
+           'attention', 'gated_linear_attention', 'RecallConfig', 'parameter_shapes', 'count', 'matched_width',
+           'initial', 'RecallModel', 'batches', 'grade', 'train_recall', 'evaluate', 'run_job', 'cells', 'search',
+           'jobs', 'summarize']
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
@@ -30,15 +30,10 @@ from ..scan.op import longhorn_scan
 WRITES = {"once": 1, "rewritten": 2} # task -> how often a key comes with a value
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-009
-def draw_streams(
-    task: str,    # a key of `WRITES`
-    streams: int, # B
-    pairs: int,   # P
-    key_size: int, # K
-    values: int,  # V
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor, Tensor]: # keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q)
-    "Draw streams of equation (1) and the answers to their Q = P / writes questions; T = P + Q."
+def draw_streams(task: str, streams: int, pairs: int, key_size: int, values: int, generator: torch.Generator) -> tuple:
+    """Draw B streams of P pairs by equation (1), with the answers to their Q = P / writes questions; T = P + Q.
+
+    Returns keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q)."""
     distinct = pairs // WRITES[task]
     keys = F.normalize(torch.randn(streams, distinct, key_size, generator=generator), dim=-1)
     shuffled = torch.rand(streams, pairs, generator=generator).argsort(1)
@@ -50,11 +45,7 @@ def draw_streams(
     return keys, torch.cat([symbols, torch.full_like(asked, values)], 1), symbols.gather(1, last)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-013
-def look_up(
-    keys: Tensor,    # (B,T,K)
-    symbols: Tensor, # (B,T), with V for `?`
-    values: int,     # V
-) -> Tensor:         # (B,Q)
+def look_up(keys: Tensor, symbols: Tensor, values: int) -> Tensor: # (B,T,K), (B,T), V -> (B,Q)
     "Answer like a table: with the newest value of the stored key nearest to the one asked for."
     pairs = int((symbols[0] < values).sum())
     apart = torch.cdist(keys[:, pairs:], keys[:, :pairs])
@@ -70,33 +61,19 @@ def guess_level(task: str, pairs: int, key_size: int, values: int, streams: int 
     return (most == answers).float().mean().item()
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-017
-def linear_attention(
-    q: Tensor, # (B,T,N) queries
-    k: Tensor, # (B,T,N) keys
-    x: Tensor, # (B,T,D) values
-) -> Tensor:   # (B,T,D)
+def linear_attention(q: Tensor, k: Tensor, x: Tensor) -> Tensor: # (B,T,N), (B,T,N), (B,T,D) -> (B,T,D)
     "Return the read-outs of $S_t = S_{t-1} + x_t k_t^T$, all steps at once."
     return (q @ k.mT).tril() @ x
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-018
-def attention(
-    q: Tensor, # (B,T,N) queries, which include the scale
-    k: Tensor, # (B,T,N) keys
-    x: Tensor, # (B,T,D) values
-    rotary: bool = True, # with positions
-) -> Tensor:   # (B,T,D)
-    "Apply causal softmax attention."
+def attention(q: Tensor, k: Tensor, x: Tensor, rotary: bool = True) -> Tensor: # queries include the scale
+    "Apply causal softmax attention, with or without positions."
     if rotary:
         q, k = (rotate(part[:, None], 0, 10000.0)[:, 0] for part in (q, k))
     return F.scaled_dot_product_attention(q, k, x, is_causal=True, scale=1.0)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-021
-def gated_linear_attention(
-    q: Tensor, # (B,T,N) queries
-    k: Tensor, # (B,T,N) keys
-    x: Tensor, # (B,T,D) values
-    b: Tensor, # (B,T,N) gate logits
-) -> Tensor:   # (B,T,D)
+def gated_linear_attention(q: Tensor, k: Tensor, x: Tensor, b: Tensor) -> Tensor: # b: gate logits (B,T,N)
     "Return the read-outs of GLA by equation (3), for streams short enough that $e^{c/2}$ is a float32."
     c = (F.logsigmoid(b) / 16).cumsum(1)
     c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80) # so that neither factor overflows
@@ -127,44 +104,35 @@ class RecallConfig:
     width: int = 32            # D, channels of exact and diagonal; the others are matched to them
     rank: int = 3              # of the map from a token to its rates
     batch_size: int = 32       # streams per step
-    steps: int = 250           # optimizer steps, each on fresh streams
-    warmup: int = 25           # steps of linear warm-up, then half a cosine to 0
+    steps: int = 250           # each on fresh streams
+    warmup: int = 25           # steps, then half a cosine to 0
     lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0) # learning rates, all tried for every model
     search_seeds: tuple = (100, 101, 102) # choose the rate; () with a single rate
     seeds: tuple = tuple(range(5, 13)) # judged: of data and initial weights, the same for every model
-    test_streams: int = 128    # test streams per number of pairs
+    test_streams: int = 128    # per number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
-    points: int = 30           # points of a training curve; each is a mean over steps
+    points: int = 30           # of a training curve; each is a mean over steps
 
     def __post_init__(self):
-        check_settings(self)
-
-# %% ../../nbs/lab/32_recall.ipynb #32_recall-008
-def check_settings(config: RecallConfig) -> None:
-    "Raise ValueError for settings that make no task or no schedule."
-    some = (1, math.inf)
-    check_ranges(config, steps=(2, math.inf), warmup=(1, config.steps - 1), key_size=(2, math.inf),
-                 batch_size=some, test_streams=some, points=some)
-    for name, known in (("tasks", WRITES), ("models", MEMORIES)):
-        if unknown := set(getattr(config, name)) - set(known):
-            raise ValueError(f"unknown {name} {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
-    if empty := [name for name in ("tasks", "models", "lrs", "seeds") if not getattr(config, name)]:
-        raise ValueError(f"{empty[0]} is empty; name at least one")
-    if odd := [pairs for pairs in (config.pairs, *config.test_pairs) if pairs < 2 or pairs % 2]:
-        raise ValueError(f"pairs is {odd[0]}; it must be even and at least 2")
-    if config.pairs not in config.test_pairs:
-        raise ValueError(f"pairs is {config.pairs}; it must be one of test_pairs, {config.test_pairs}")
-    if len(config.lrs) > 1 and not config.search_seeds:
-        raise ValueError(f"search_seeds is empty, with {len(config.lrs)} learning rates to choose from")
-    if both := set(config.seeds) & set(config.search_seeds):
-        raise ValueError(f"seeds and search_seeds share {min(both)}; a rate is chosen on seeds that are not judged")
+        some = (1, math.inf)
+        check_ranges(self, steps=(2, math.inf), warmup=(1, self.steps - 1), key_size=(2, math.inf),
+                     batch_size=some, test_streams=some, points=some)
+        for name, known in (("tasks", WRITES), ("models", MEMORIES)):
+            if unknown := set(getattr(self, name)) - set(known):
+                raise ValueError(f"unknown {name} {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
+        if empty := [name for name in ("tasks", "models", "lrs", "seeds") if not getattr(self, name)]:
+            raise ValueError(f"{empty[0]} is empty; name at least one")
+        if odd := [pairs for pairs in (self.pairs, *self.test_pairs) if pairs < 2 or pairs % 2]:
+            raise ValueError(f"pairs is {odd[0]}; it must be even and at least 2")
+        if self.pairs not in self.test_pairs:
+            raise ValueError(f"pairs is {self.pairs}; it must be one of test_pairs, {self.test_pairs}")
+        if len(self.lrs) > 1 and not self.search_seeds:
+            raise ValueError(f"search_seeds is empty, with {len(self.lrs)} learning rates to choose from")
+        if both := set(self.seeds) & set(self.search_seeds):
+            raise ValueError(f"seeds and search_seeds share {min(both)}; a rate is chosen on seeds that are not judged")
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-026
-def parameter_shapes(
-    name: str,            # a key of `MEMORIES`
-    config: RecallConfig,
-    width: int,           # D
-) -> dict[str, tuple]:
+def parameter_shapes(name: str, config: RecallConfig, width: int) -> dict[str, tuple]: # a key of `MEMORIES`, D
     "Return the shape of every parameter of a model; the parts that all models share come first."
     rates = {"longhorn_exact": width, "longhorn": width, "longhorn_scalar": 1, "gla": config.d_state}.get(name)
     token, N = config.key_size + config.embed, config.d_state
@@ -195,10 +163,7 @@ def initial(name: str, shape: tuple, generator: torch.Generator) -> Tensor:
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-032
 class RecallModel(nn.Module):
     "One layer of equation (2), for several seeds side by side."
-    def __init__(self,
-        name: str, # a key of `MEMORIES`
-        config: RecallConfig,
-    ):
+    def __init__(self, name: str, config: RecallConfig): # a key of `MEMORIES`
         super().__init__()
         self.memory, self.config = MEMORIES[name], config
         generators = [torch.Generator().manual_seed(seed) for seed in config.seeds]
@@ -218,27 +183,16 @@ class RecallModel(nn.Module):
         return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-036
-def batches(
-    task: str,     # a key of `WRITES`
-    config: RecallConfig,
-    first: int,    # added to a seed: training and test have different streams
-    streams: int,  # B
-    pairs: int,    # P
-): # of keys (R,B,T,K), symbols (R,B,T), answers (R,B,Q)
-    "Yield fresh streams without end, drawn for every seed from its own generator."
+def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: int): # `first` is added to each seed
+    "Yield fresh keys (R,B,T,K), symbols (R,B,T) and answers (R,B,Q) without end, drawn for every seed by itself."
     generators = [torch.Generator().manual_seed(first + seed) for seed in config.seeds]
     while True:
         drawn = [draw_streams(task, streams, pairs, config.key_size, config.values, g) for g in generators]
         yield tuple(map(torch.stack, zip(*drawn)))
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-037
-def grade(
-    model: RecallModel,
-    keys: Tensor,    # (R,B,T,K)
-    symbols: Tensor, # (R,B,T)
-    answers: Tensor, # (R,B,Q)
-) -> tuple[Tensor, Tensor]: # the loss of all seeds (), loss in nats and share of right answers by seed (2,R)
-    "Grade the answers of a model."
+def grade(model: RecallModel, keys: Tensor, symbols: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    "Return the loss of all seeds (), and the loss in nats with the share of right answers by seed (2,R)."
     scores = model(keys, symbols, answers.shape[2])
     loss = F.cross_entropy(scores.flatten(0, 2), answers.flatten(), reduction="none")
     right = (scores.argmax(-1) == answers).float()
@@ -246,13 +200,8 @@ def grade(
     return found[0].sum(), found
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-039
-def train_recall(
-    task: str, # a key of `WRITES`
-    name: str, # a key of `MEMORIES`
-    lr: float, # highest learning rate
-    config: RecallConfig,
-) -> tuple[RecallModel, list[int], Tensor]: # the model, steps (points,), loss and recall (points,2,R)
-    "Train one model for all seeds; the points of its curve are means over equal stretches of steps."
+def train_recall(task: str, name: str, lr: float, config: RecallConfig) -> tuple:
+    "Train for all seeds; return model, steps (points,), and mean loss and recall (points,2,R) of stretches of steps."
     model, every = RecallModel(name, config), max(1, config.steps // config.points)
     fresh = batches(task, config, 1000, config.batch_size, config.pairs)
     steps, curve = fit(model, fresh, grade, config.steps, lr, config.warmup, min_lr_ratio=0, weight_decay=0,
@@ -268,11 +217,8 @@ def evaluate(task: str, model: RecallModel, config: RecallConfig) -> dict[str, l
     return {str(pairs): grade(model, *fresh(pairs))[1][1].tolist() for pairs in config.test_pairs}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-045
-def run_job(
-    settings: dict, # of `cells`, with "lr" and "seeds"
-    folder: Path,   # unused: a job takes seconds, and a killed one starts again
-) -> dict:
-    "Train one model for several seeds side by side, and test it."
+def run_job(settings: dict, folder: Path) -> dict:
+    "Train one model for several seeds side by side, and test it; a killed job starts again, for it takes seconds."
     s = SimpleNamespace(**settings)
     model, steps, curve = train_recall(s.task, s.model, s.lr, s)
     curve = curve.double().round(decimals=4)
@@ -289,12 +235,8 @@ def cells(config: RecallConfig):
     for task, model in product(config.tasks, config.models):
         yield shared | {"task": task, "model": model}
 
-def search(
-    cell: dict, # of `cells`
-    config: RecallConfig,
-    results: Results,
-) -> tuple[list, dict, dict | None]: # jobs that try a rate, rate -> late recall, judged job once all are done
-    "Choose the learning rate of a model on the search seeds, without any test."
+def search(cell: dict, config: RecallConfig, results: Results) -> tuple[list, dict, dict | None]:
+    "Return the jobs that try a rate without any test, {rate: late recall}, and the judged job once all are done."
     tried = [cell | {"lr": lr, "seeds": config.search_seeds, "test_pairs": ()}
              for lr in config.lrs if config.search_seeds]
     grid = {s["lr"]: row["late_recall"] for s in tried if (row := results.get(s))}

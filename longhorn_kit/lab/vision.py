@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'DEITS', 'PRESETS', 'PLAIN', 'EXPERIMENT', 'ImageSet', 'digits', 'cifar10', 'make_model', 'Config',
-           'batches', 'cut', 'cutmix', 'normalizer', 'accuracy', 'Exam', 'groups', 'learn', 'make_step', 'recorded',
-           'seconds_of', 'speed', 'memory', 'peak', 'training', 'measurements', 'jobs', 'run_job', 'summarize']
+           'batches', 'cut', 'cutmix', 'normalizer', 'accuracy', 'learn', 'make_step', 'recorded', 'seconds_of',
+           'speed', 'memory', 'peak', 'training', 'measurements', 'jobs', 'run_job', 'summarize']
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-003
 import math, time
@@ -47,13 +47,11 @@ def digits() -> tuple[ImageSet, ImageSet]: # training, held out
     found = load_digits()
     images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
     labels, held_out = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
-    return ImageSet(images[~held_out], labels[~held_out]), ImageSet(images[held_out], labels[held_out])
+    return tuple(ImageSet(images[part], labels[part]) for part in (~held_out, held_out))
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-014
-def cifar10(
-    source: str = "uoft-cs/cifar10", # name on the hub, or a folder
-) -> tuple[ImageSet, ImageSet]: # training, held out
-    "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32)."
+def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # training, held out
+    "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32), from the hub or from a folder."
     from datasets import Image, load_dataset
     sets = []
     for part in ("train", "test"):
@@ -72,20 +70,14 @@ DEITS = { # timm's deit_tiny, made as large as the Vim of the same row
     "tiny_patch16_224": {},
 }
 
-def make_model(
-    name: str, # in `MODELS`
-    size: str, # a key of `DEITS`
-    seed: int = 0,
-    **options, # of the model
-) -> nn.Module:
+def make_model(name: str, size: str, seed: int = 0, **options) -> nn.Module: # in `MODELS`, `DEITS`
     "Return a model with its first weights, which depend on the seed alone."
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if name != "deit":
             return timm.create_model(f"{name}_vim_{size}", **options)
         model = timm.create_model("deit_tiny_patch16_224", **DEITS[size], **options)
-    cfg = default_cfgs[f"longhorn_vim_{size}"].default.to_dict()
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **cfg}
+    model.pretrained_cfg = model.pretrained_cfg | default_cfgs[f"longhorn_vim_{size}"].default.to_dict()
     return model
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-019
@@ -125,7 +117,7 @@ PRESETS = {
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-021
 def batches(
     train: ImageSet,
-    s,               # Config, or a job's settings
+    s,             # Config, or a job's settings
     seed: int = 0,
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
@@ -138,37 +130,28 @@ def batches(
         plan = torch.stack([order, draw(span), draw(span), draw(2) * s.flip]).to(device)
         for index, *places in plan.split(s.batch_size, 1)[:M // s.batch_size]:
             labels = F.one_hot(train.labels[index], classes).float() * (1 - s.smoothing) + s.smoothing / classes
-            yield cutmix(cut(padded, s.pad, index, *places), labels, s.cutmix, generator)
+            yield cutmix(cut(padded[index], s.pad, *places), labels, s.cutmix, generator)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-022
-def cut(
-    padded: Tensor, # (M,C,H+2·pad,W+2·pad)
-    pad: int,
-    index: Tensor,  # (B,) images
-    down: Tensor, right: Tensor, mirrored: Tensor, # (B,) what happens to each
-) -> Tensor:        # (B,C,H,W)
-    "Return images, moved and mirrored."
-    line = torch.arange(padded.shape[-1] - 2 * pad, device=index.device)
+def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor: # (B,C,H,W)
+    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored as (B,) numbers say."
+    line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
-    rows, channel = line + down[:, None], torch.arange(padded.shape[1], device=index.device)
-    return padded[index[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+    image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])
+    rows = (line + down[:, None])[:, None, :, None]
+    return padded[image[:, None, None, None], channel[:, None, None], rows, columns[:, None, None, :]]
 
-def cutmix(
-    images: Tensor, # (B,C,H,W)
-    labels: Tensor, # (B,classes)
-    chance: float,  # that the batch is mixed at all
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    "Replace a box of every image by that of the image at the batch's other end, and mix the labels."
+def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    "Replace a box of every image (B,C,H,W) by that of the image at the batch's other end, and mix labels (B,classes)."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
-    if number >= chance:
+    if number >= chance: # that the batch is mixed at all
         return images, labels
     pixels = images.shape[-1]
     side = round(pixels * math.sqrt(1 - share))
     y, x = (round(place * (pixels - side)) for place in (top, left))
     images[:, :, y:y + side, x:x + side] = images.flip(0)[:, :, y:y + side, x:x + side]
-    kept = 1 - side * side / pixels ** 2
-    return images, kept * labels + (1 - kept) * labels.flip(0)
+    mixed = side * side / pixels ** 2
+    return images, (1 - mixed) * labels + mixed * labels.flip(0)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-026
 def normalizer(cfg: dict, device: str | torch.device) -> Callable:
@@ -178,66 +161,51 @@ def normalizer(cfg: dict, device: str | torch.device) -> Callable:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # top 1, top 5
-    "Return the shares of all images whose label is the best answer, and among the five best."
+    "Return the shares of images whose label is the best answer, and among the five best."
     device, training = images.labels.device, model.training
     normalize, right = normalizer(model.pretrained_cfg, device), torch.zeros(5, device=device)
     model.eval()
     for part, labels in zip(images.images.split(batch_size), images.labels.split(batch_size)):
-        with torch.autocast(part.device.type, torch.bfloat16, enabled=part.is_cuda):
-            best = model(normalize(part)).topk(5).indices
-        right += (best == labels[:, None]).float().sum(0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=part.is_cuda):
+            right += (model(normalize(part)).topk(5).indices == labels[:, None]).sum(0)
     model.train(training)
-    return right[0].item() / len(images.labels), sum(right.tolist()) / len(images.labels)
-
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-028
-class Exam:
-    "Evaluates a model whenever it is called, and measures the training time between the calls."
-    def __init__(self, model: nn.Module, test: ImageSet):
-        self.model, self.test, self.scores, self.seconds, self.clock = model, test, [], [], time.monotonic()
-
-    def __call__(self, loss: Tensor) -> None:
-        "Note time and accuracies; RuntimeError if the loss is not finite."
-        self.seconds.append(time.monotonic() - self.clock)
-        if not loss.isfinite():
-            raise RuntimeError(f"the loss is {loss.item()} at evaluation {len(self.seconds)}; lower the learning rate")
-        self.scores.append(accuracy(self.model, self.test))
-        self.clock = time.monotonic()
-
-def groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    "Return parameters that decay and those that do not: vectors, and what the model names."
-    return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=model.no_weight_decay())
+    return right[0].item() / len(images.labels), right.sum().item() / len(images.labels)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-029
 def learn(
     model: nn.Module, # trained in place
     train: ImageSet,  # on the model's device
-    test: ImageSet,   # held out; all of it is used for every evaluation
+    test: ImageSet,   # held out
     s,                # Config, or a job's settings
     seed: int = 0,    # of the pictures
 ) -> dict:
-    "Train a model, and return how well it does on the held-out images."
-    normalize, exam = normalizer(model.pretrained_cfg, train.images.device), Exam(model, test)
+    "Train a model, and return how well it does on the held-out images; RuntimeError if the loss is not finite."
+    normalize, seconds, scores = normalizer(model.pretrained_cfg, train.images.device), [], []
     def loss_of(model, images, labels):
         loss = F.cross_entropy(model(normalize(images)).float(), labels)
         return loss, loss
-    per_epoch = len(train.labels) // s.batch_size
+    def exam(loss):
+        nonlocal clock
+        seconds.append(time.monotonic() - clock)
+        if not loss.isfinite():
+            raise RuntimeError(f"the loss is {loss.item()} at evaluation {len(seconds)}; lower the learning rate")
+        scores.append(accuracy(model, test))
+        clock = time.monotonic()
+    groups = param_groups_weight_decay(model, s.weight_decay, no_weight_decay_list=model.no_weight_decay())
+    per_epoch, clock = len(train.labels) // s.batch_size, time.monotonic()
     steps = s.epochs * per_epoch
+    warmup, fresh = max(1, round(s.warmup * steps)), batches(train, s, seed, model.num_classes)
     at, losses = fit(
-        model.train(), batches(train, s, seed, model.num_classes), loss_of, steps, s.lr, max(1, round(s.warmup * steps)),
-        s.min_lr_ratio, groups=groups(model, s.weight_decay), clip=s.clip, bf16=s.gpu, watch=exam,
-        log_every=math.ceil(steps / s.evaluations))
-    rates = [s.batch_size * (b - a) / seconds for a, b, seconds in zip([0, *at], at, exam.seconds)]
-    top1, top5 = zip(*exam.scores)
+        model.train(), fresh, loss_of, steps, s.lr, warmup, s.min_lr_ratio, groups=groups, clip=s.clip, bf16=s.gpu,
+        watch=exam, log_every=math.ceil(steps / s.evaluations))
+    rates = [s.batch_size * (b - a) / spent for a, b, spent in zip([0, *at], at, seconds)]
+    top1, top5 = zip(*scores)
     return {"top1": top1[-1], "top5": top5[-1], "loss": losses[-1].item(), "curve": top1,
-            "epochs": [n / per_epoch for n in at], "seconds": sum(exam.seconds), "images_per_second": median(rates)}
+            "epochs": [n / per_epoch for n in at], "seconds": sum(seconds), "images_per_second": median(rates)}
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-037
-def make_step(
-    model: nn.Module,
-    kind: str,      # "training" or "inference"
-    images: Tensor, # (B,3,H,W) on a GPU, read at every call
-) -> Callable:
-    "Return a function that takes one whole optimizer step, or computes the scores of a batch, in bfloat16."
+def make_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # "training" or "inference"; (B,3,H,W) on a GPU
+    "Return a function that takes one optimizer step, or computes the scores of a batch, in bfloat16."
     labels = torch.full((len(images), model.num_classes), 1 / model.num_classes, device=images.device)
     optimizer = torch.optim.AdamW(model.train(kind == "training").parameters(), lr=1e-6, fused=True, capturable=True)
     def scores():
@@ -277,9 +245,7 @@ def speed(name: str) -> dict: # mode -> images per second, in three rounds
 
 PLAIN = "deit, plain attention" # without the fused kernel, so that every attention matrix is stored
 
-def memory(
-    name: str, # a model, or `PLAIN`
-) -> dict:     # kind -> side of the image -> (peak bytes, seconds per batch)
+def memory(name: str) -> dict: # a model, or `PLAIN` -> kind -> side of the image -> (peak bytes, seconds per batch)
     "Measure batches of 8 images of growing size."
     sides = (224, 512, 768, 1024, 1248) # pixels
     return {kind: {str(side): peak(name, kind, side) for side in sides} for kind in ("training", "inference")}
@@ -310,14 +276,14 @@ def training(config: Config, name: str, seed: int) -> dict:
 
 def measurements(config: Config) -> list[dict]:
     "Return the settings of the jobs that measure speed and memory, one per model."
-    plain = (PLAIN,) if "deit" in config.models else ()
-    names = [*product(["speed"], config.models), *product(["memory"], (*config.models, *plain))]
+    plain = [PLAIN] * ("deit" in config.models)
+    names = [*product(["speed"], config.models), *product(["memory"], [*config.models, *plain])]
     return [{"job": job, "model": name, "gpu": True} for job, name in names if config.gpu]
 
-def jobs(config: Config, results: Results) -> Iterator[dict]:
-    "Yield the training runs, seed by seed, then what is measured."
-    yield from (training(config, name, seed) for seed, name in product(config.seeds, config.models))
-    yield from measurements(config)
+def jobs(config: Config, results: Results) -> list[dict]:
+    "Return the training runs, seed by seed, then what is measured."
+    runs = [training(config, name, seed) for seed, name in product(config.seeds, config.models)]
+    return runs + measurements(config)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:
@@ -329,22 +295,22 @@ def run_job(settings: dict, folder: Path) -> dict:
     sets = digits() if s.data == "digits" else cifar10(s.data)
     train, test = (ImageSet(*(part.to(device) for part in images)) for images in sets)
     model = make_model(s.model, s.size, s.seed).to(device)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "held_out": len(test.labels)} | {
-        "training": learn(model, train, test, s, s.seed)}
+    return {"parameters": sum(p.numel() for p in model.parameters()), "held_out": len(test.labels),
+            "training": learn(model, train, test, s, s.seed)}
 
 def summarize(config: Config, results: Results) -> dict:
     "Collect what every model reached, for the seeds that all models have finished, and what was measured."
     rows = {name: [results.get(training(config, name, seed)) for seed in config.seeds] for name in config.models}
-    rows = {name: row for name, row in rows.items() if any(row)}
-    done = [i for i in range(len(config.seeds)) if rows and all(row[i] for row in rows.values())]
-    each = lambda key: {name: [row[i]["training"][key] for i in done] for name, row in rows.items()}
-    first = next((row for cells in rows.values() for row in cells if row), None)
+    known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
+    done = [i for i in range(len(config.seeds)) if known and all(rows[name][i] for name in known)]
+    each = lambda key: {name: [rows[name][i]["training"][key] for i in done] for name in known}
+    first = next((found[0] for found in known.values()), None)
     extra = [(s["model"], row) for s in measurements(config) if (row := results.get(s))]
     measured = lambda kind: {name: row[kind] for name, row in extra if kind in row}
     return {
         "data": "digits" if config.data == "digits" else "CIFAR-10", "held_out": first and first["held_out"],
         "seeds": [config.seeds[i] for i in done], "epochs": first["training"]["epochs"] if first else [],
-        "parameters": {name: next(filter(None, row))["parameters"] for name, row in rows.items()},
+        "parameters": {name: found[0]["parameters"] for name, found in known.items()},
         "curves": each("curve"), "speeds": measured("speed"), "memories": measured("memory"),
         **{key: each(key) for key in ("top1", "top5", "loss", "seconds", "images_per_second")}}
 
