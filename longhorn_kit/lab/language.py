@@ -6,9 +6,8 @@
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'LAPTOP', 'PRESETS', 'SPEED', 'SIZES', 'EXPERIMENT', 'stretches', 'Texts', 'tokens_of',
            'open_texts', 'held_out_losses', 'new_model', 'save_lm', 'is_main_process', 'whole_model',
            'check_same_model', 'tokens_hash', 'fit', 'write_text', 'in_order', 'Language', 'scale_of', 'recipe_of',
-           'text_of', 'source_of', 'jobs', 'run_job', 'measured', 'summarize', 'seen_windows', 'trigram', 'baselines',
-           'cache_numbers', 'state_numbers', 'decode_costs', 'train_lm', 'check_finite', 'trained_tokenizer',
-           'check_vocabulary']
+           'text_of', 'jobs', 'run_job', 'summarize', 'seen_windows', 'trigram', 'baselines', 'cache_numbers',
+           'state_numbers', 'decode_costs', 'train_lm', 'check_finite', 'trained_tokenizer', 'check_vocabulary']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import hashlib, json, lzma, math, os, shutil, time
@@ -33,12 +32,8 @@ from ..models.mixer import mixer_options
 from ..records import atomic_file, check_ranges, check_same_settings, read_json, to_plain
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-008
-def stretches(
-    tokens,            # (M,) token ids
-    total: int | None, # how many to take; None: all
-    pieces: int = 16,  # from so many places
-) -> np.ndarray:       # (total,) or (M,)
-    "Return stretches of equal length, give or take one token, from evenly spaced places, one after another."
+def stretches(tokens, total: int | None, pieces: int = 16) -> np.ndarray:
+    "Join stretches of nearly equal length from evenly spaced places."
     if total is None or total >= len(tokens):
         return np.asarray(tokens)
     pieces = max(1, min(pieces, total))
@@ -49,32 +44,32 @@ def stretches(
 # %% ../../nbs/lab/34_language.ipynb #34_language-011
 @dataclass
 class Texts:
-    "A text to train on, and the held-out part of every domain."
+    "A text to train on, and each domain's held-out part."
     corpus: Corpus
     domains: dict # name -> (token ids (M,), bytes of text that they stand for)
 
     def summary(self) -> dict:
-        "Return what a record keeps of the text; a loss is in its unit."
+        "Return what a record keeps of the text."
         return {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
                 "corpus": self.corpus.index["source_sha256"], "tokenizer": self.corpus.tokenizer.name,
                 "train_tokens": len(self.corpus.train),
                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
 
 def tokens_of(path: Path, tokenizer) -> tuple: # token ids (M,), bytes
-    "Return the tokens of a file's documents, each with its end mark, and the bytes of text; the mark is one."
+    "Return a file's tokens with end marks, and its bytes, one per mark."
     texts = [text for _, text in file_documents(path)]
     parts = [part for text in texts for part in (tokenizer.encode(text), [tokenizer.end])]
     return np.concatenate(parts).astype(np.uint16), sum(len(text.encode()) + 1 for text in texts)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-012
-@lru_cache(maxsize=2) # a run asks for its jobs again and again
+@lru_cache(maxsize=2)
 def open_texts(
     source: str = "stdlib",   # a folder with NAME.train.txt and NAME.val.txt, or as for `prepare`
     tokenizer: str = "bytes",
     held_out: int | None = None, # see `LMPreset`; not for a folder
     **options,                # of `prepare`, for a source that is no folder
 ) -> Texts:
-    "Return a text, prepared if it is not in the cache; ValueError or OSError says why it cannot be."
+    "Return a text, prepared if it is not in the cache; ValueError or OSError."
     folder = Path(source).expanduser()
     if source == "stdlib" or not folder.is_dir():
         corpus = prepare(source, tokenizer, **options)
@@ -89,7 +84,7 @@ def open_texts(
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
-    "Return a function model -> {held_out/DOMAIN: nats per token, val_loss: mean over the tokens of all domains}."
+    "Return a function model -> {held_out/DOMAIN, val_loss: over all domains}, nats per token."
     rows, domains = max(1, config.batch_size // config.accumulate), texts.domains
     total = sum(len(tokens) - 1 for tokens, _ in domains.values())
     def measure(model):
@@ -101,27 +96,27 @@ def held_out_losses(texts: Texts, config: TrainConfig):
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-015
 def new_model(config: LMConfig, seed: int) -> SequenceLM:
-    "Return a model with weights drawn from the seed; torch's own random state is left as found."
+    "Return a model with weights drawn from the seed; torch's random state stays."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return SequenceLM(config)
 
-def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # tokenizer: its name, see `get_tokenizer`
-    "Write weights, config and tokenizer name; `longhorn generate FOLDER` reads them, from any working folder."
+def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # tokenizer: its name
+    "Write weights, config and tokenizer name, as `longhorn generate FOLDER` reads them."
     model.save_pretrained(folder)
     kind, _, place = tokenizer.partition(":")
     name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
-    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_json` would write the path as seen from here
+    with atomic_file(Path(folder) / "tokenizer.json") as file: # not with a relative path
         file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-017
 def is_main_process() -> bool:
-    "Check whether this process is the one that writes and prints."
+    "Check whether this process writes and prints."
     here = torch.distributed
     return not (here.is_available() and here.is_initialized()) or here.get_rank() == 0
 
 def whole_model(model: SequenceLM) -> SequenceLM:
-    "Return the model, or one with whole weights if every process holds a shard; all processes call it."
+    "Return the model with whole weights; all processes call it."
     state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
     if all(state[name] is t for name, t in model.state_dict().items()):
         return model
@@ -130,18 +125,18 @@ def whole_model(model: SequenceLM) -> SequenceLM:
     whole.load_state_dict(state, assign=True)
     return whole.train(model.training)
 
-def check_same_model(folder: Path, notes: dict) -> None: # notes: that a new run leaves there, name -> content
-    "Raise ValueError if the folder holds a run of another model, or on another text."
-    if not all((folder / name).exists() for name in (*notes, "config.json")): # no run has started here
+def check_same_model(folder: Path, notes: dict) -> None:
+    "Raise ValueError if the folder's run has another model or text."
+    if not all((folder / name).exists() for name in (*notes, "config.json")): # no run here
         return
     ours, text = notes["lm_config.json"], notes["text.json"]
     if read_json(folder / "text.json")["sha256"] != text["sha256"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
-    check_same_settings(folder, read_json(folder / "lm_config.json"), ours, ("mixer", *ours)) # it decides the most
+    check_same_settings(folder, read_json(folder / "lm_config.json"), ours, ("mixer", *ours))
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
-    "Return a short hash of the prepared tokens of both parts; their folder does not matter."
+    "Return a short hash of the tokens of both parts."
     shards = [shard["sha256"] for part in ("train", "val") for shard in corpus.index[part]["shards"]]
     return hashlib.sha256(" ".join(shards).encode()).hexdigest()[:12]
 
@@ -174,7 +169,7 @@ def fit(
 def write_text(
     model: SequenceLM, tokenizer, prompt: str = "The ", tokens: int = 240, temperature: float = 0.8, seed: int = 0,
 ) -> str: # tokens: to add
-    "Return the prompt and what the model makes of it."
+    "Return the prompt with its continuation."
     ids = torch.tensor([tokenizer.encode(prompt).tolist()], device=model.embedding.weight.device)
     return tokenizer.decode(model.eval().generate(ids, tokens, temperature=temperature, seed=seed)[0].tolist())
 
@@ -185,17 +180,17 @@ OTHERS = ("deltanet", "gated_deltanet", "mamba2", "retnet", "hgrn2", "rwkv6", "r
 LAPTOP = ("longhorn_exact", "longhorn", "mamba", "attention")
 
 def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS) -> tuple: # ((mixer, seed), ...)
-    "Return three seeds of the first, two of the second, one of the others, the most telling first."
+    "Return three seeds of `main`, two of `second`, one of `others`."
     parts = (main, 0), (main, 1), (second, 0), (main, 2), (second, 1), (others, 0)
     return tuple((mixer, seed) for mixers, seed in parts for mixer in mixers)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-026
 @dataclass(frozen=True)
 class Language(LMPreset):
-    "One scale of the experiment: size and recipe, and the runs."
+    "One scale of the experiment."
     runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), the most telling first
     tokens: int = 0          # that every run trains on; 0: as the recipe says
-    evaluations: int = 16    # of the held-out text in a run, the last one included; only with `tokens`
+    evaluations: int = 16    # in a run; only with `tokens`
     baselines: bool = False  # measure trigram counts and xz too, on bytes
     prompt: str = "    def " # for the samples
     sample: int = 0          # tokens to write after the prompt
@@ -212,7 +207,7 @@ class Language(LMPreset):
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-027
 def scale_of(preset: LMPreset, **more) -> Language: # more: fields
-    "Return a scale with the size and recipe of a preset."
+    "Return a preset as a scale."
     return Language(**vars(preset) | more)
 
 PRESETS = {
@@ -223,7 +218,7 @@ PRESETS = {
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
 def recipe_of(config: Language) -> TrainConfig:
-    "Return the recipe of every run: its steps from the tokens, an eighth of them warm-up."
+    "Return the recipe: its steps from the tokens, an eighth of them warm-up."
     recipe = config.train
     if not config.tokens:
         return recipe
@@ -232,7 +227,7 @@ def recipe_of(config: Language) -> TrainConfig:
                    keep=1, save_every=0, save_seconds=300)
 
 def text_of(config: Language) -> dict:
-    "Return the arguments of `open_texts`; $LONGHORN_TEXT takes the place of no text and of one on the hub."
+    "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces no text or one on the hub."
     data = config.data
     if not data or data.startswith("hf:"):
         data = os.environ.get("LONGHORN_TEXT") or data
@@ -242,11 +237,7 @@ def text_of(config: Language) -> dict:
     return source_of(replace(config, data=data, train=recipe_of(config))) | {"held_out": config.held_out}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-032
-def source_of(
-    preset: LMPreset,
-    data: str | None = None, # another text than the preset's
-    own: bool = False,       # the preset's share to hold out was chosen for it
-) -> dict:
+def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> dict:
     "Return the arguments of `prepare`."
     source, recipe = preset.data if data is None else data, preset.train
     enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
@@ -258,10 +249,10 @@ SPEED = MAY_CHANGE - {"eval_every"} # fields of a recipe that no result depends 
 SIZES = ("d_model", "n_layer", "dropout", "held_out", "pad_vocab", "sizes")
 
 def jobs(config: Language, results: Results):
-    "Yield a job per run, then that of the baselines; a note beside the jobs has what no result depends on."
+    "Yield a job per run, then that of the baselines; a note keeps place and speed."
     source, recipe = text_of(config), asdict(recipe_of(config))
     texts, speed = open_texts(**source), {name: recipe.pop(name) for name in sorted(SPEED)}
-    with atomic_file(results.folder / "note.json") as file: # where the text lies, and how steps are computed
+    with atomic_file(results.folder / "note.json") as file:
         file.write(json.dumps({"text": source, "speed": speed}))
     model = {name: getattr(config, name) for name in SIZES} | {"tokenizer": texts.corpus.tokenizer.name}
     asked = {"prompt": config.prompt, "sample": config.sample, "lengths": list(config.lengths), "gpu": config.gpu}
@@ -271,7 +262,7 @@ def jobs(config: Language, results: Results):
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-035
 def run_job(settings: dict, folder: Path) -> dict:
-    "Train one model, resuming what the folder holds, and measure it; a run that diverges is a result too."
+    "Train or resume one model and measure it; divergence is a result too."
     s, path = SimpleNamespace(**settings), folder.parent / "note.json"
     note = read_json(path) if path.exists() else {"text": {"held_out": s.preset["held_out"]}, "speed": {}}
     texts = open_texts(**note["text"])
@@ -295,7 +286,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-037
 def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
-    "Return what a record keeps of a training: curves and last losses in the unit of the text, and its speed."
+    "Return curves and last losses in the unit of the text, and the speed."
     history, size = found["history"], max(1, len(found["history"]) // 50)
     in_bits = texts.summary()["unit"] == "bits per byte"
     value = lambda nats: round(texts.corpus.bits_per_byte(nats) if in_bits else nats, 5)
@@ -314,7 +305,7 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
-    "Return the runs that are done, in the order of the jobs, what they read, and what the baselines came to."
+    "Return the text, the runs done and the baselines."
     runs, levels = [], {}
     for settings in jobs(config, results):
         row = dict(results.get(settings) or {})
@@ -331,11 +322,8 @@ def summarize(config: Language, results: Results) -> dict:
 EXPERIMENT = Experiment("language", PRESETS, jobs, run_job, summarize)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-066
-def seen_windows(
-    tokens,              # (M,) training tokens
-    config: TrainConfig,
-) -> np.ndarray: # (steps·batch_size, context+1)
-    "Return every window that a run with this config trains on, in its order."
+def seen_windows(tokens, config: TrainConfig) -> np.ndarray: # (steps·batch_size, context+1)
+    "Return every window of a run, in its order."
     sampler = Sampler(tokens, config.context, config.batch_size, config.seed)
     batches = [sampler.next_batch() for _ in range(config.steps)]
     return torch.cat([torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in batches]).numpy()
@@ -346,7 +334,7 @@ def trigram(
     tokens,          # (M,) bytes to predict
     size: int = 256, # number of different bytes
 ) -> np.ndarray:     # (M-2,)
-    "Return the probability of each byte from the third on by trigram counts with back-off: equation (2)."
+    "Return the probability of each byte from the third on by equation (2)."
     w, t = (np.asarray(part).astype(np.int64) for part in (windows, tokens))
     p = np.full(len(t) - 2, 1 / size)
     for order in range(3): # bytes of context
@@ -359,11 +347,8 @@ def trigram(
     return p
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-072
-def baselines(
-    seen: np.ndarray,     # (W,L) training windows, see `seen_windows`
-    held_out: np.ndarray, # (M,) held-out bytes
-) -> dict[str, float]:    # bits per byte of each
-    "Measure trigram counts, and xz at its strongest: alone, and after the training bytes, equation (3)."
+def baselines(seen: np.ndarray, held_out: np.ndarray) -> dict[str, float]: # seen (W,L); held_out (M,) bytes
+    "Measure trigram counts, and xz alone and after the training bytes, equation (3)."
     data = [np.asarray(part).astype(np.uint8).tobytes() for part in (seen[:, :-1], held_out)]
     size = lambda *parts: len(lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME))
     return {"trigram": float(-np.log2(trigram(seen, held_out)).mean()), "xz_alone": 8 * size(data[1]) / len(data[1]),
@@ -377,7 +362,7 @@ def cache_numbers(cache) -> int: # of one sequence, as `prefill` returns it
     return sum(cache_numbers(part) for part in cache) if isinstance(cache, (list, tuple)) else 0
 
 def state_numbers(model: SequenceLM) -> int:
-    "Count the numbers of state that a model carries from token to token, over all blocks; attention has none."
+    "Count the numbers of a model's state; attention has none."
     return sum(cache.S.numel() for cache in model.empty_cache(1) if hasattr(cache, "S"))
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-076
@@ -389,7 +374,7 @@ def decode_costs(
     rounds: int = 7,
     steps: int = 4,  # tokens timed at once
 ) -> dict:
-    "Return the median time of decoding one token after so much context (ms), and the numbers in the cache."
+    "Return the median time per decoded token (ms) and the numbers in the cache."
     caches, cache, times, tokens = [], None, [[] for _ in lengths], tokens.to(model.embedding.weight.device)
     for first, last in zip((0, *lengths), lengths):
         _, cache = model.eval().prefill(tokens[:, first:last], cache, last_only=True)
@@ -412,14 +397,14 @@ def train_lm(
     text_column: str = "text", # of the data, see `prepare`
     **overrides,          # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
-    "Train a language model as `longhorn train-lm` does, and print what came out."
+    "Train a language model and print the result."
     with together():
         chosen = override(find_preset(preset), **overrides)
-        mixer_options(mixer) # an unknown mixer is refused before the text is prepared
+        mixer_options(mixer) # before the text is prepared
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} brings no text; give it with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)
-        make_accelerator(chosen.train) # the processes meet
+        make_accelerator(chosen.train)
     _, result = fit(chosen, mixer, corpus, out)
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
@@ -429,14 +414,14 @@ def train_lm(
     return result
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-083
-def check_finite(model, folder: str | Path) -> None: # any module, and where it comes from
-    "Raise ValueError if a weight is not finite: such a model scores and writes nonsense without complaint."
+def check_finite(model, folder: str | Path) -> None:
+    "Raise ValueError if a weight is not finite."
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"the model in {folder} is lost: {name} is not finite; its training diverged")
 
 def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # of a saved model
-    "Return the name of the tokenizer a model was trained with; by its vocabulary if no name was kept."
+    "Return the name of a model's tokenizer."
     path = Path(folder) / "tokenizer.json"
     if path.exists():
         known = read_json(path)
@@ -448,8 +433,8 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # of a saved 
     raise ValueError(f"{folder} does not say which tokenizer its {vocab_size} tokens belong to; "
                      "name one with --tokenizer")
 
-def check_vocabulary(tokens: int, vocab_size: int) -> None: # of a tokenizer and of a model
-    "Raise ValueError unless the model has an embedding for every token, and not many more: some for padding."
+def check_vocabulary(tokens: int, vocab_size: int) -> None:
+    "Raise ValueError unless the model has an embedding per token, and little padding."
     if not tokens <= vocab_size < 2 * tokens:
         raise ValueError(f"the tokenizer has {tokens} tokens, the model {vocab_size}; "
                          "name the one it was trained with (--tokenizer)")

@@ -20,14 +20,8 @@ from .training import engine, make_run, train_step
 from ..models.lm import count_parameters
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-006
-def run_to_time(
-    preset: LMPreset,
-    mixer: str,
-    context: int,
-    compile: bool,
-    tokens: int, # per step
-):
-    "Return a `Run` of the training loop on random tokens, and its model's config."
+def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int): # tokens: per step
+    "Return a `Run` on random tokens, and its model's config."
     recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context,
                      accumulate=1, compile=compile)
     config = model_config(preset, mixer, 50257 if preset.tokenizer == "gpt2" else 256)
@@ -35,7 +29,7 @@ def run_to_time(
     return make_run(new_model(config, 0).train(), text, None, recipe, None), config
 
 def seconds_of(run, steps: int) -> float: # run: from `run_to_time`
-    "Return how long so many training steps take, until the last is over."
+    "Return the seconds of some steps."
     started = time.monotonic()
     for _ in range(steps):
         train_step(run)
@@ -51,15 +45,12 @@ KINDS = ( # what a kernel does, by its name; the first that fits
     ("scan", r"^_?[a-z][a-z0-9_]*kernel[a-z0-9_]*$"))
 
 def kind_of(kernel: str) -> str: # its name
-    "Return what a kernel does, as far as its name tells."
+    "Return what a kernel does, by its name."
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-010
-def shares(
-    step, # a function that takes one training step
-    steps: int = 2,
-) -> dict[str, float]: # kind -> share of the GPU's time
-    "Profile some steps, and return where the GPU's time goes, by the names of its kernels."
+def shares(step, steps: int = 2) -> dict[str, float]: # kind -> share of the GPU's time
+    "Profile steps: where the GPU's time goes, by kernel names."
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
@@ -81,9 +72,9 @@ def time_step(
     tokens: int,    # per step
     steps: int = 8, # timed
     warm: int = 4,  # before
-    settle: float = 2.0, # seconds of steps on a GPU before: idle GPUs have lowered their clocks
+    settle: float = 2.0, # seconds of steps before: idle GPUs lower their clocks
 ) -> dict:
-    "Return the training tokens per second of a step, its memory, and where its time goes."
+    "Return a step's tokens per second, memory, and shares of time."
     run, config = run_to_time(preset, mixer, context, compile, tokens)
     on_gpu = run.accelerator.device.type == "cuda"
     if on_gpu:
@@ -117,14 +108,14 @@ def jobs(config: Throughput, results: Results):
     for compile in config.compiled:
         for context in config.contexts:
             for mixer in config.mixers:
-                yield {"mixer": mixer, "context": context, "compile": compile, "preset": config.preset,
-                       "tokens": config.tokens, "gpu": config.gpu}
+                yield dict(mixer=mixer, context=context, compile=compile, preset=config.preset,
+                           tokens=config.tokens, gpu=config.gpu)
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-014
 MEASURED = ("parameters", "tokens_per_second", "ms", "ready_seconds", "engine", "peak_gb", "shares")
 
 def run_job(settings: dict, folder: Path) -> dict:
-    "Time one training step; that the memory does not suffice is a result too."
+    "Time one training step; too little memory is a result too."
     asked = {name: settings[name] for name in ("mixer", "context", "compile", "tokens")}
     preset = LM_PRESETS[settings["preset"]]
     try:
@@ -133,7 +124,7 @@ def run_job(settings: dict, folder: Path) -> dict:
         return {"error": f"OutOfMemoryError: {str(error).splitlines()[0]}"}
 
 def summarize(config: Throughput, results: Results) -> dict:
-    "Return a row per timing, and the steps for which the memory did not suffice."
+    "Return a row per timing, and the steps without enough memory."
     rows, failed = [], []
     for settings in jobs(config, results):
         asked, row = {name: value for name, value in settings.items() if name != "gpu"}, results.get(settings)
