@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_portable import PortablePlan, _cdiv, _collect, _segment_owner, on_its_device
+from .triton_portable import (
+    PortablePlan, _cdiv, _collect, _contiguous, _empty, _has, _segment_owner, _wide_gradients, on_its_device)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-029
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -963,11 +964,11 @@ def _filled(programs, wave):
 
 def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
-    D = 32 * _cdiv(D, 32)                          # a ragged width is cut like the next multiple
+    D = 32 * _cdiv(D, 32) # a ragged width is cut like the next multiple
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77         # an H200 runs so many at a time
+        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77 # an H200 runs so many at a time
         steps = 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
@@ -976,10 +977,9 @@ def _segment_steps(B, T, D, NP, direction):
 
 def diagonal_plan(
     B: int, T: int, D: int, N: int,
-    packed: int | None = None,    # number of packed sequences, None if not packed
-    direction: str = "forward",   # "forward" or "backward"
-    segment: int | None = None,   # steps in a segment; 0: no segments; None: by shape
-    wide: bool | None = None,     # whether programs of the forward take 128 channels; None: by shape
+    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
+    segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
+    wide: bool | None = None, # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
     "Segments and sizes of the fast diagonal kernels; T of a single sequence plays no part: packing changes no bit."
     NP = max(16, triton.next_power_of_2(N))
@@ -1026,62 +1026,57 @@ def _one_stride(D, *tensors):
     return all(t is None or t.stride(1) == D for t in tensors)
 
 
-def _steps(t, vec):
-    return (0, 0) if t is None else (t.stride(0) // vec, t.stride(1) // vec)
+def _steps(vec, *tensors):
+    return [step // vec for t in tensors for step in ((0, 0) if t is None else t.stride()[:2])]
+
+
+def _ready(p, wide, keys, channels):
+    # Elements of a copy, and inputs as kernels read them: (B,T,D), of N columns, (D,).
+    vec, each = _vector(p.D), lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors]
+    return vec, each(_aligned, vec, wide), each(_keys, p.NP, keys), _contiguous(*channels)
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-051
 def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, reverse):
     # What enters every segment (slots,N,D): each segment alone first, then the carries.
     blocks = _cdiv(p.D, 32)
-    carry, decay = (torch.empty(p.slots, p.NP, p.D, device=b.device, dtype=torch.float32) for _ in range(2))
+    carry, decay = (_empty(b)(p.slots, p.NP, p.D) for _ in range(2))
     packed, segment, vec = cu_seqlens is not None, (p.T, p.LS, p.per_sequence), _vector(p.D)
     _diagonal_adjoint_kernel[(p.slots * blocks,)](
         b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
-        *_steps(b, vec), *_steps(z, vec), *_steps(drive, vec), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16,
-        REVERSE=reverse, HAS_BIAS=bias is not None, HAS_Z=z is not None, PACKED=packed, RAGGED_T=_masked(p, 8, packed),
-        RAGGED_D=p.D % 32 != 0, ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16,
-        enable_fp_fusion=False)
+        *_steps(vec, b, z, drive), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
+        **_has(bias=bias, z=z), PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
+        ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16, enable_fp_fusion=False)
     blocks = _cdiv(p.NP * p.D, 128)
     _diagonal_carry_kernel[(p.n_seq * blocks,)](
-        carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP,
-        HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=packed, num_warps=4, enable_fp_fusion=False)
+        carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP, **_has(edge=edge), REVERSE=reverse,
+        PACKED=packed, num_warps=4, enable_fp_fusion=False)
     return carry
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-052
 @on_its_device
 def diagonal_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor,         # (B,T,N)
-    x: Tensor,                    # (B,T,D)
-    b: Tensor,                    # (B,T,D) or (B,T,1)
-    bias: Tensor | None, skip: Tensor | None, # (D,)
-    z: Tensor | None,             # (B,T,D)
-    initial_state: Tensor | None, # (n,D,N)
-    cu_seqlens: Tensor | None,    # (n+1,)
-    save: bool = True,            # write the checkpoints that the backward needs
-    A: Tensor | None = None,      # (D,N) or (B,T,N), for a rule with rates
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
+    save: bool = True, # write the checkpoints that the backward needs
+    A: Tensor | None = None, # (D,N) or (B,T,N), for a rule with rates
 ):
     "The fast forward of a plan's rule: out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D), fp32."
-    vec = _vector(plan.D)
-    p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    x, b = _aligned(x, vec), _aligned(_wide_rate(b, x), vec)
-    z = None if z is None else _aligned(z, vec)
-    q, k, A = _keys(q, p.NP), _keys(k, p.NP), None if A is None else _keys(A, p.NP)
-    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
-    h0 = None if initial_state is None else _keys(initial_state, p.NP)
-    out, final = new(*x.shape, like=x.dtype), new(p.n_seq, p.D, p.NP)
-    ckpt, packed = new(p.chunks if save else 0, p.NP, p.D), cu_seqlens is not None
-    owner = _segment_owner(p, cu_seqlens) if packed else None
+    p, new, packed = plan, _empty(x), cu_seqlens is not None
+    vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
+        p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip))
+    out, final = new(*x.shape, dtype=x.dtype), new(p.n_seq, p.D, p.NP)
+    ckpt, owner = new(p.chunks if save else 0, p.NP, p.D), _segment_owner(p, cu_seqlens)
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     one_stride = _one_stride(p.D, x, b, z)
     p = p if one_stride or p.BD < 128 else replace(p, BD=32) # places of rows take registers; 128 channels lack them
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(x, vec), *_steps(b, vec), *_steps(z, vec),
-        RULE=p.rule, VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, HAS_BIAS=bias is not None,
-        HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
-        RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride, num_warps=p.warps,
-        enable_fp_fusion=False)
+        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,
+        BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, **_has(bias=bias, skip=skip, z=z, h0=h0),
+        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride,
+        num_warps=p.warps, enable_fp_fusion=False)
     return out, final[..., : p.N].contiguous(), ckpt
 
 # %% ../../nbs/scan/13_triton_diagonal.ipynb #13_triton_diagonal-054
@@ -1092,28 +1087,21 @@ def diagonal_backward(
     cu_seqlens: Tensor | None, A: Tensor | None = None,
 ):
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
-    vec = _vector(plan.D)
-    p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    xa, ba, ga = _aligned(x, vec), _aligned(_wide_rate(b, x), vec), _aligned(dout, vec)
-    za = None if z is None else _aligned(z, vec)
-    qa, ka, Aa = _keys(q, p.NP), _keys(k, p.NP), None if A is None else _keys(A, p.NP)
-    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
-    edge = None if dfinal is None else _keys(dfinal, p.NP)
-    packed, scalar = cu_seqlens is not None, b.shape[-1] != x.shape[-1]
-    dx, db = new(*x.shape, like=x.dtype), new(*x.shape, like=torch.float32 if scalar else b.dtype)
-    dz = None if z is None else new(*x.shape, like=z.dtype)
+    p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
+    vec, (xa, ba, za, ga), (qa, ka, Aa, edge), (bias, skip) = _ready(
+        p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip))
+    dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok, drate = new(p.blocks, p.rows, p.width * p.NP), new(p.blocks, p.rows) if p.rule.normed else None
     dbias, dskip = new(p.slots, p.D), new(p.slots, p.D)
     dA = new(p.slots, p.D, p.NP) if p.rule.fixed else None
     dinitial = new(p.n_seq, p.D, p.NP)
-    owner = _segment_owner(p, cu_seqlens) if packed else None
+    owner = _segment_owner(p, cu_seqlens)
     carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
     _diagonal_bwd_kernel[(p.slots * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec),
-        *_steps(ga, vec), RULE=p.rule, VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented,
-        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, HAS_DHT=edge is not None,
+        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(vec, xa, ba, za, ga), RULE=p.rule,
+        VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented, **_has(bias=bias, skip=skip, z=z, dht=edge),
         PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,

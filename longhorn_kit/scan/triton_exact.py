@@ -17,10 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .triton_diagonal import LOG2E, _adjacent, _aligned, _at_most, _copy, _dot, _exp, _fnma, _held, _load
+from .triton_diagonal import LOG2E, _adjacent, _at_most, _copy, _dot, _exp, _fnma, _held, _load
 from .triton_diagonal import _mask, _reciprocal, _rows_apart, _store
-from .triton_diagonal import _keys, _masked, _one_stride, _steps, _vector, _wide_rate
-from .triton_portable import RULES, PortablePlan, _cdiv, _collect, on_its_device
+from .triton_diagonal import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
+from .triton_portable import RULES, PortablePlan, _cdiv, _collect, _empty, _has, _wide_gradients, on_its_device
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-024
 @gluon.jit
@@ -710,9 +710,8 @@ FEW_WARPS = 8448 # of batch * channels (two warps a scheduler): below, a program
 
 def exact_plan(
     B: int, T: int, D: int, N: int,
-    packed: int | None = None,    # number of packed sequences, None if not packed
-    direction: str = "forward",   # "forward" or "backward"
-    few: bool | None = None,      # spread few channels over more warps; None: by shape
+    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
+    few: bool | None = None, # spread few channels over more warps; None: by shape
 ) -> PortablePlan:
     "Sizes of the fast exact kernels; independent of T, so that packing changes no bit."
     few = B * D < FEW_WARPS if few is None else few
@@ -720,36 +719,28 @@ def exact_plan(
     forward = direction == "forward"
     chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
-    tight = few or NP >= 64                 # too few programs, or a state too wide for the registers of one warp
+    tight = few or NP >= 64 # too few programs, or a state too wide for the registers of one warp
     return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16,
                         False, n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-034
-ONE_ROUND = 528    # programs of the forward that run at once, four on each of 132 multiprocessors
-CARVEOUT = 9       # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
+ONE_ROUND = 528 # programs of the forward that run at once, four on each of 132 multiprocessors
+CARVEOUT = 9 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 
-def _divide(
-    kernel,                       # compiled and loaded
-    percent: int,                 # of a multiprocessor's memory for shared memory; -1: as the driver likes
-):
-    with suppress(OSError):       # the library has this name on Linux
+def _divide(kernel, percent):
+    # Per cent of a multiprocessor's memory for shared memory of a loaded kernel; -1: as the driver likes.
+    with suppress(OSError): # the library has this name on Linux
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, percent)
 
 @functools.cache
-def _leave_to_cache(
-    kernel,                       # compiled and loaded
-    programs: int,                # that are to run on a multiprocessor at once
-):
-    "Let a kernel take the shared memory of so many programs only: a hint to the driver; what is left is first cache."
+def _leave_to_cache(kernel, programs):
+    "Hint to the driver: shared memory for so many programs of a multiprocessor; the rest is first cache."
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = programs * (kernel.metadata.shared + 1024) # a kilobyte is the system's
     percent = 100 * needed // gpu.shared_memory_per_multiprocessor # the driver rounds up
     _divide(kernel, min(100, percent))
 
-def _ring(
-    plan: PortablePlan,
-    direction: str = "forward",   # "forward" or "backward"
-) -> int:
+def _ring(plan: PortablePlan, direction: str = "forward") -> int:
     "Slots in the ring of asynchronous copies."
     if direction == "forward":
         if plan.NP > 16:
@@ -765,45 +756,36 @@ def _one_minimum(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
 
 def _registers(plan: PortablePlan, gate: bool) -> int | None:
-    "Most registers of a lane in the forward; None: the compiler's choice, up to a fifth slower in the two other cases."
+    "Most registers of a lane in the forward; None: the compiler's choice, else up to a fifth slower."
     if plan.NP > 16 or (gate and plan.warps == 1):
         return None
     return 208 if plan.warps == 2 else 224
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-035
 def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
-    "Whether the fast exact kernels take these: keys and queries are tensor-core operands and must be bfloat16."
+    "Whether the fast exact kernels take keys and queries of these dtypes: tensor cores want bfloat16."
     return k == q == torch.bfloat16
 
 # %% ../../nbs/scan/14_triton_exact.ipynb #14_triton_exact-037
 @on_its_device
 def exact_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor,         # (B,T,N) bfloat16
-    x: Tensor,                    # (B,T,D)
-    b: Tensor,                    # (B,T,D) or (B,T,1)
-    bias: Tensor | None, skip: Tensor | None, # (D,)
-    z: Tensor | None,             # (B,T,D)
-    initial_state: Tensor | None, # (n,D,N)
-    cu_seqlens: Tensor | None,    # (n+1,)
-    save: bool = True,            # write the checkpoints that the backward needs
-    read: bool = True,            # compute the output; False: only states, and an empty output
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) bfloat16 twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
+    save: bool = True, # write the checkpoints that the backward needs
+    read: bool = True, # compute the output; False: only states, and an empty output
 ):
     "The fast exact forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,D,NP) fp32)."
-    vec = _vector(plan.D)
-    p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    x, b = _aligned(x, vec), _aligned(_wide_rate(b, x), vec)
-    z = None if z is None or not read else _aligned(z, vec)
-    q, k = _keys(q, p.NP), _keys(k, p.NP)
-    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
-    h0 = None if initial_state is None else _keys(initial_state, p.NP)
-    out, final = new(*(x.shape if read else (0,)), like=x.dtype), new(p.n_seq, p.D, p.NP)
-    ckpt, packed = new(p.chunks if save else 0, p.D, p.NP), cu_seqlens is not None
+    p, new, packed = plan, _empty(x), cu_seqlens is not None
+    vec, (x, b, z), (q, k, h0), (bias, skip) = _ready(
+        p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip))
+    out, final = new(*(x.shape if read else (0,)), dtype=x.dtype), new(p.n_seq, p.D, p.NP)
+    ckpt = new(p.chunks if save else 0, p.D, p.NP)
     kernel = _exact_fwd_kernel[(p.n_seq * p.blocks,)](
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
-        *_steps(x, vec), *_steps(b, vec), *_steps(z, vec), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps,
-        NS=_ring(p) if read else 4, SAVE=save, READ=read, HAS_BIAS=bias is not None,
-        HAS_SKIP=read and skip is not None, HAS_Z=z is not None, HAS_H0=h0 is not None, PACKED=packed,
+        *_steps(vec, x, b, z), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save, READ=read,
+        **_has(bias=bias, skip=skip if read else None, z=z, h0=h0), PACKED=packed,
         RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
         ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p, z is not None or not read), num_warps=p.warps,
         enable_fp_fusion=False)
@@ -819,24 +801,17 @@ def exact_backward(
     cu_seqlens: Tensor | None,
 ):
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
-    vec = _vector(plan.D)
-    p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
-    xa, ba, ga = _aligned(x, vec), _aligned(_wide_rate(b, x), vec), _aligned(dout, vec)
-    za = None if z is None else _aligned(z, vec)
-    qa, ka = _keys(q, p.NP), _keys(k, p.NP)
-    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
-    edge = None if dfinal is None else _keys(dfinal, p.NP)
-    packed, scalar = cu_seqlens is not None, b.shape[-1] != x.shape[-1]
-    dx, db = new(*x.shape, like=x.dtype), new(*x.shape, like=torch.float32 if scalar else b.dtype)
-    dz = None if z is None else new(*x.shape, like=z.dtype)
+    p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
+    vec, (xa, ba, za, ga), (qa, ka, edge), (bias, skip) = _ready(
+        p, (x, _wide_rate(b, x), z, dout), (q, k, dfinal), (bias, skip))
+    dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.n_seq, p.D), new(p.n_seq, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
     kernel = _exact_bwd_kernel[(p.n_seq * p.blocks,)](
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
-        *_steps(xa, vec), *_steps(ba, vec), *_steps(za, vec), *_steps(ga, vec), VEC=vec, N=p.NP, BD=p.BD, NW=1,
-        NS=_ring(p, "backward"), HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None,
-        HAS_DHT=edge is not None, PACKED=packed, RAGGED_T=_masked(p, 16, packed),
+        *_steps(vec, xa, ba, za, ga), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p, "backward"),
+        **_has(bias=bias, skip=skip, z=z, dht=edge), PACKED=packed, RAGGED_T=_masked(p, 16, packed),
         RAGGED_D=p.D > p.BD and p.D % p.BD != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
         num_warps=1, enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on

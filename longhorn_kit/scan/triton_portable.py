@@ -525,13 +525,11 @@ def _scan_bwd_kernel(
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-025
 def _cdiv(a, b):
-    return -(-a // b)                                  # triton.cdiv, which kernels can call too, takes Python longer
+    return -(-a // b) # triton.cdiv, which kernels can call too, takes Python longer
 
 
-def on_its_device(
-    launch: Callable, # that starts kernels
-) -> Callable:
-    "`launch` with the GPU of its first tensor as the current one, which is where Triton starts kernels."
+def on_its_device(launch: Callable) -> Callable:
+    "`launch`, which starts kernels, with the GPU of its first tensor as the current one: there Triton starts them."
     @functools.wraps(launch)
     def guarded(*args, **kwargs):
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).device
@@ -559,19 +557,17 @@ class PortablePlan:
     def group(self): return min(self.C, 8 if self.NP <= 32 else 4)         # steps whose inputs are loaded together
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-026
-SEGMENT = 256                                          # steps in a segment of time
-FEW_CHANNELS = {"forward": 24576, "backward": 65536}   # segments are used while batch * channels is below this
+SEGMENT = 256 # steps in a segment of time
+FEW_CHANNELS = {"forward": 24576, "backward": 65536} # segments are used while batch * channels is below this
 
 def portable_plan(
-    rule: str,                  # a key of `RULES`
+    rule: str, # a key of `RULES`
     B: int, T: int, D: int, N: int,
-    packed: int | None = None,  # number of packed sequences, None if not packed
-    direction: str = "forward", # "forward" or "backward"
+    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
     checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
-    segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
-    block: int | None = None,   # channels of a program; None: by shape
+    segment: int | None = None, block: int | None = None, # steps (0: no segments), channels; None: by shape
 ) -> PortablePlan:
-    "Block sizes and segments for a shape. A packed sequence is planned as if alone: its bits depend on no neighbour."
+    "Block sizes and segments for a shape. Packing changes no bit of a sequence."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
     fastest = (4 if rule in ("s6", "s6_timed", "decoupled") else 8) if small else 32
     kept = checkpoint_every or fastest
@@ -599,13 +595,30 @@ def _last_contiguous(t):
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _strides(t):
-    # One sequence has no batch stride worth another kernel: Triton compiles anew where 16 divides a number, where not.
-    return (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+def _strides(*tensors):
+    # 0 as the batch stride of one sequence: Triton would compile another kernel where 16 divides it.
+    each = lambda t: (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+    return [stride for t in tensors for stride in each(t)]
+
+
+def _contiguous(*tensors):
+    return [t if t is None else t.contiguous() for t in tensors]
+
+
+def _empty(like):
+    # Makes memory on the device of a tensor: (*shape, dtype) -> tensor.
+    return lambda *shape, dtype=torch.float32: torch.empty(shape, device=like.device, dtype=dtype)
+
+
+def _has(**tensors):
+    # HAS_BIAS=True and so on: what a kernel gets.
+    return {f"HAS_{name.upper()}": t is not None for name, t in tensors.items()}
 
 
 def _segment_owner(plan, cu_seqlens):
-    # Which sequence each slot of a packed batch belongs to (slots past the last segment of a sequence do nothing).
+    # Which sequence each slot of a packed batch belongs to; slots past its last segment do nothing.
+    if cu_seqlens is None:
+        return None
     first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
     slots = torch.arange(plan.slots, device=cu_seqlens.device)
     return (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
@@ -623,8 +636,7 @@ def _clear_kernel(ptr, cu_ptr, n, T, D, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 def clear_outside(
-    cu_seqlens: Tensor, # (n+1,) bounds, in range and ascending
-    *tensors,           # (1,T,D) contiguous, or None; others are left as they are
+    cu_seqlens: Tensor, *tensors, # (n+1,) bounds in range; (1,T,D) contiguous: others, and None, are left alone
 ):
     "Write zeros into the rows that belong to no sequence."
     for t in tensors:
@@ -634,79 +646,74 @@ def clear_outside(
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(
-    plan: PortablePlan,
-    q: Tensor, k: Tensor, # (B,T,N)
-    A: Tensor | None,     # (B,T,N) for "s6_timed"
+    plan: PortablePlan, q: Tensor, k: Tensor, A: Tensor | None, # (B,T,N); A for "s6_timed"
 ):
     "k, q (and A) of every token in one padded fp32 row (B T, WIDTH NP), and |k|^2 (B T)."
-    tok = torch.empty(plan.rows, plan.width * plan.NP, device=k.device, dtype=torch.float32)
-    kk = torch.empty(plan.rows, device=k.device, dtype=torch.float32)
+    tok, kk = _empty(k)(plan.rows, plan.width * plan.NP), _empty(k)(plan.rows)
     A = A if plan.width == 3 else None
     if plan.rows:
         block = max(1, 512 // plan.NP)
         _token_kernel[(_cdiv(plan.rows, block),)](
-            k, q, k if A is None else A, tok, kk, plan.rows, plan.T, plan.N, *_strides(k), *_strides(q), *_strides(A),
-            NP=plan.NP, ROWS=block, WIDTH=plan.width, num_warps=4)
+            k, q, k if A is None else A, tok, kk, plan.rows, plan.T, plan.N, *_strides(k, q, A), NP=plan.NP,
+            ROWS=block, WIDTH=plan.width, num_warps=4)
     return tok, kk
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-032
 @on_its_device
 def portable_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor,         # (B,T,N)
-    x: Tensor,                    # (B,T,D)
-    b: Tensor,                    # (B,T,D) or (B,T,1)
-    bias: Tensor | None,          # (D,)
-    skip: Tensor | None,          # (D,)
-    z: Tensor | None,             # (B,T,D)
-    A: Tensor | None,             # (D,N) or (B,T,N), S6 only
-    initial_state: Tensor | None, # (n,D,N)
-    cu_seqlens: Tensor | None,    # (n+1,)
-    save: bool = True,            # write the checkpoints that the backward needs
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
+    A: Tensor | None, # (D,N) or (B,T,N), S6 only
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
+    save: bool = True, # write the checkpoints that the backward needs
 ):
     "Run the forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,N,D) fp32)."
-    p, new = plan, lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
+    p, new = plan, _empty(x)
     q, k, x, b, z, A = map(_last_contiguous, (q, k, x, b, z, A))
-    bias, skip = (t if t is None else t.contiguous() for t in (bias, skip))
+    bias, skip = _contiguous(bias, skip)
     first, A = _across(initial_state), _across(A) if p.width == 2 else A
-    out, final = new(*x.shape, like=_stored(x.dtype)), new(p.n_seq, p.N, p.D)
+    out, final = new(*x.shape, dtype=_stored(x.dtype)), new(p.n_seq, p.N, p.D)
     ckpt = new(p.chunks if save else 0, p.N, p.D)
     if p.n_seq * p.D == 0:
         return out.to(x.dtype), final.view(p.n_seq, p.D, p.N), ckpt
     tok, kk = portable_tokens(p, q, k, A)
-    packed = cu_seqlens is not None
-    owner = _segment_owner(p, cu_seqlens) if packed else None
+    owner = _segment_owner(p, cu_seqlens)
     carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
     for mode in (1, 2) if p.segmented else (0,):
         _scan_fwd_kernel[(p.slots * p.blocks,)](
             tok, kk, x, b, z if z is not None else x, A if A is not None else x, bias, skip, first, cu_seqlens,
             owner, out, ckpt, final, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.D // p.pair, p.N, p.blocks,
-            *_strides(x), *_strides(b), *_strides(z),
-            RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.kept, U=p.group, PAIR=p.pair, WIDTH=p.width,
-            B_SCALAR=b.shape[-1] == 1 and p.D > 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-            HAS_Z=z is not None, HAS_H0=first is not None, SAVE=save and mode != 1, PACKED=packed,
-            num_warps=p.warps)
+            *_strides(x, b, z), RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.kept, U=p.group, PAIR=p.pair,
+            WIDTH=p.width, B_SCALAR=b.shape[-1] == 1 and p.D > 1, **_has(bias=bias, skip=skip, z=z, h0=first),
+            SAVE=save and mode != 1, PACKED=cu_seqlens is not None, num_warps=p.warps)
         if mode == 1:
-            first = None if initial_state is None else initial_state.contiguous()
+            first, = _contiguous(initial_state)
             _carry(p, carry, decay, first, cu_seqlens, reverse=False)
     return out.to(x.dtype), _across(final), ckpt
 
 
 def _across(states):
-    # States (or rates) with the last two axes exchanged: (D,N) outside, (N,D) in the forward: a lane can own a channel.
+    # (D,N) outside, (N,D) in the forward, where a lane can own a channel.
     return states if states is None else states.transpose(-2, -1).contiguous()
 
 
 def _stored(dtype):
-    # The interpreter truncates on a store to bfloat16, so there results stay in float32 until the end.
+    # The interpreter truncates in a store to bfloat16; there results stay in float32 until the end.
     return torch.float32 if INTERPRETED else dtype
+
+
+def _wide_gradients(x, b, z, scalar):
+    # Memory (B,T,D) for the gradients of x, of b before its sum over channels if it has one, and of z.
+    dtypes = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
+    return [None if dtype is None else _empty(x)(*x.shape, dtype=_stored(dtype)) for dtype in dtypes]
 
 
 def _carry(p, carry, decay, edge, cu_seqlens, reverse):
     blocks = _cdiv(p.N * p.D, 256)
     _carry_kernel[(p.n_seq * blocks,)](
-        carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256,
-        HAS_EDGE=edge is not None, REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)
+        carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256, **_has(edge=edge),
+        REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-034
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
@@ -771,7 +778,7 @@ def _sum_of_rows(parts, dtype, turned=False):
 
 
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
-    # Sums over channel blocks, slots and channels, in a fixed order, and the inputs' own dtypes.
+    # Sums over channel blocks, slots and channels, in a fixed order, in the inputs' dtypes.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
@@ -795,14 +802,12 @@ def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
     packed, each = cu_seqlens is not None, max(1, _cdiv(p.T, p.kept))
     cut = replace(p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each)
     chunks = p.T // p.C + p.n_seq if packed else p.n_seq * _cdiv(p.T, p.C)
-    dense = torch.empty(chunks, p.N, p.D, device=x.device, dtype=torch.float32)
-    owner = _segment_owner(cut, cu_seqlens) if packed else None
+    dense, owner = _empty(x)(chunks, p.N, p.D), _segment_owner(cut, cu_seqlens)
     _scan_fwd_kernel[(cut.slots * cut.blocks,)](
         tok, kk, x, b, x, x if A is None else A, bias, None, None, cu_seqlens, owner, None, dense, None, kept, None,
-        cut.T, cut.LS, cut.per_sequence, cut.D, cut.D // cut.pair, cut.N, cut.blocks, *_strides(x), *_strides(b), 0, 0,
+        cut.T, cut.LS, cut.per_sequence, cut.D, cut.D // cut.pair, cut.N, cut.blocks, *_strides(x, b, None),
         RULE=p.rule, MODE=3, NP=p.NP, BD=p.BD, C=p.C, U=p.group, PAIR=cut.pair, WIDTH=p.width, B_SCALAR=scalar,
-        HAS_BIAS=bias is not None, HAS_SKIP=False, HAS_Z=False, HAS_H0=False, SAVE=True,
-        PACKED=packed, num_warps=p.warps)
+        **_has(bias=bias, skip=None, z=None, h0=None), SAVE=True, PACKED=packed, num_warps=p.warps)
     return dense
 
 # %% ../../nbs/scan/17_triton_portable.ipynb #17_triton_portable-039
@@ -815,22 +820,20 @@ def portable_backward(
     A: Tensor | None, cu_seqlens: Tensor | None,
 ):
     "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial), None for an input that was None; the bits repeat."
-    p, new = plan, lambda *s: torch.empty(s, device=x.device, dtype=torch.float32)
+    p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
-    bias, skip, dfinal = (t if t is None else t.contiguous() for t in (bias, skip, dfinal))
-    A = A.contiguous() if p.rule == RULES["s6"] else A   # its rows may be the same one, or a part of wider ones
+    bias, skip, dfinal = _contiguous(bias, skip, dfinal)
+    A = A.contiguous() if p.rule == RULES["s6"] else A # its rows may be the same one, or a part of wider ones
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
-    dx = torch.empty(x.shape, device=x.device, dtype=_stored(x.dtype))
-    db = torch.empty(x.shape, device=x.device, dtype=torch.float32 if scalar else _stored(b.dtype))
-    dz = None if z is None else torch.empty(x.shape, device=x.device, dtype=_stored(z.dtype))
+    dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok = new(p.blocks, p.rows, p.width * p.NP)
-    sums = torch.zeros if packed else torch.empty        # a packed batch can have slots that nothing writes
+    sums = torch.zeros if packed else torch.empty # a packed batch can have slots that nothing writes
     dbias, dskip = (sums(p.slots, p.D, device=x.device, dtype=torch.float32) for _ in range(2))
     dA = sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32) if p.rule == RULES["s6"] else None
     dinitial = new(p.n_seq, p.D, p.N)
     if p.n_seq * p.D:
         tok, kk = portable_tokens(p, q, k, A)
-        owner = _segment_owner(p, cu_seqlens) if packed else None
+        owner = _segment_owner(p, cu_seqlens)
         if p.kept > p.C and p.rows:
             ckpt = _rebuild(p, ckpt, tok, kk, x, b, bias, A, cu_seqlens, scalar)
         carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
@@ -838,17 +841,17 @@ def portable_backward(
         most = programs if p.in_registers else min(programs, SCRATCHES)
         scratch = None if p.in_registers else new(most, p.C, p.NP, p.BD)
         zz, AA = z if z is not None else x, A if A is not None else x
-        flags = dict(RULE=p.rule, NP=p.NP, BD=p.BD, C=p.C, WIDTH=p.width, B_SCALAR=scalar, HAS_BIAS=bias is not None,
-                     HAS_Z=z is not None, PACKED=packed, num_warps=p.warps)
+        flags = dict(RULE=p.rule, NP=p.NP, BD=p.BD, C=p.C, WIDTH=p.width, B_SCALAR=scalar, PACKED=packed,
+                     num_warps=p.warps, **_has(bias=bias, z=z))
         if p.segmented:
-            _adjoint_kernel[(p.slots * p.blocks,)](
+            _adjoint_kernel[(programs,)](
                 tok, kk, b, zz, dout, AA, bias, cu_seqlens, owner, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.N,
-                p.blocks, *_strides(b), *_strides(z), *_strides(dout), U=min(p.C, 8), **flags)
+                p.blocks, *_strides(b, z, dout), U=min(p.C, 8), **flags)
             _carry(p, carry, decay, dfinal, cu_seqlens, reverse=True)
         for first in range(0, programs, max(1, most)):
             _scan_bwd_kernel[(min(most, programs - first),)](
                 tok, kk, x, b, zz, dout, AA, bias, skip, dfinal, cu_seqlens, owner, ckpt, carry, scratch,
                 dx, db, dz, dtok, dbias, dskip, dA, dinitial, p.T, p.LS, p.per_sequence, p.D, p.N, p.blocks, p.rows,
-                *_strides(x), *_strides(b), *_strides(z), *_strides(dout), first, MODE=2 if p.segmented else 0,
-                IN_REGISTERS=p.in_registers, HAS_SKIP=skip is not None, HAS_DHT=dfinal is not None, **flags)
+                *_strides(x, b, z, dout), first, MODE=2 if p.segmented else 0, IN_REGISTERS=p.in_registers, **flags,
+                **_has(skip=skip, dht=dfinal))
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar)
