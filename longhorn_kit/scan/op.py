@@ -26,28 +26,19 @@ from .reference import (
 FORMS = tuple(STEPS)
 BACKENDS = ("auto", "triton", "chunked", "reference")
 CHECKPOINTS = ("fast", "small", 4, 8, 16, 32, 64, 128, 256, 512)
-TORCH_SCANS = {
-    "chunked": (chunked_scan, chunked_selective_scan),
-    "reference": (reference_scan, reference_selective_scan),
-}
+TORCH_SCANS = {"chunked": (chunked_scan, chunked_selective_scan),
+               "reference": (reference_scan, reference_selective_scan)}
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-007
-def check_choice(
-    name: str,  # of the argument
-    value,      # what was given
-    choices,    # what is valid
-):
-    "ValueError that lists the choices unless `value` is one of them."
+def check_choice(name: str, value, choices):
+    "ValueError that lists the choices unless `value`, the argument called `name`, is one of them."
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-008
 def check_tensor(
-    name: str,              # of the argument
-    t,                      # what was given
-    *shapes,                # valid shapes; a letter stands for any size
-    like: str = "",         # the argument that fixes the sizes, for the message
-    device=None,            # device of that argument, if it must be the same
+    name: str, t, *shapes, # the argument and its valid shapes; a letter stands for any size
+    like: str = "", device=None, # the argument that fixes the sizes, and its device if it must be the same
 ):
     "ValueError unless `t` is a floating-point tensor of one of the shapes, on the device."
     written = lambda s: "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
@@ -64,11 +55,9 @@ def check_tensor(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-010
 def check_arguments(
-    lead: str,                   # axes in front: "BT" for a scan, "B" for a step
-    rate: str,                   # how the caller calls the logits: "b" or "dt"
-    q, k, x, b, A, bias, D_skip, z,
-    state,                       # (B,D,N) or None
-    sequences: int | None = None, # number of packed sequences, if any
+    lead: str, # axes in front: "BT" for a scan, "B" for a step
+    rate: str, # how the caller calls the logits: "b" or "dt"
+    q, k, x, b, A, bias, D_skip, z, state, sequences: int | None = None, # number of packed sequences, if any
 ):
     "ValueError, naming the argument, unless all tensors fit together."
     end = "" if lead == "BT" else "_t"
@@ -96,11 +85,9 @@ def check_arguments(
 # %% ../../nbs/scan/15_op.ipynb #15_op-012
 _READ = WeakIdKeyDictionary() # bounds that were read: their version then, and their values
 
-def read_bounds(
-    cu_seqlens: Tensor, # (n+1,) integers
-) -> list:
-    "Return its values. The host waits for the GPU only at the first call with a tensor and after a change in place."
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version # a tensor of inference mode counts no changes
+def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
+    "Return the values. The host waits for the GPU only the first time and after a change in place."
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version # no changes are counted in inference mode
     known = _READ.get(cu_seqlens)
     if version is None or known is None or known[0] != version:
         known = _READ[cu_seqlens] = version, cu_seqlens.tolist()
@@ -109,57 +96,49 @@ def read_bounds(
 # %% ../../nbs/scan/15_op.ipynb #15_op-013
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor,  # (1,T,N)
-    name: str = "q",  # how the caller calls it
-    axis: str = "N",  # and its last axis
-) -> list | None: # the n lengths (of unknown value while traced); None without packing
-    "Lengths of the packed sequences, or a ValueError that says why there are none."
+    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), how the caller calls it and its last axis
+) -> list | None: # the n lengths, each None while traced; None without packing
+    "Lengths of the packed sequences; ValueError if the bounds are wrong."
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise ValueError(f"cu_seqlens is {kind}; expected an int32 or int64 tensor")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        shape = tuple(cu_seqlens.shape)
-        raise ValueError(f"cu_seqlens has shape {shape}; expected (n+1,) for n >= 1 sequences")
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (n+1,) for n >= 1 sequences")
     check_tensor(name, q, ("B", "T", axis))
     if q.shape[0] != 1:
         shape = tuple(q.shape)
         raise ValueError(f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1")
     if traced():
-        return [None] * (len(cu_seqlens) - 1)          # the bounds have no values yet, only their number is known
+        return [None] * (len(cu_seqlens) - 1) # only the number of bounds is known
     ends, T = read_bounds(cu_seqlens), q.shape[1]
     lengths = [b - a for a, b in zip(ends, ends[1:])]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens starts at {ends[0]}; expected 0")
     if min(lengths) < 0:
         i = next(i for i, n in enumerate(lengths) if n < 0)
-        drop = f"{ends[i]} to {ends[i + 1]}"
-        raise ValueError(f"cu_seqlens decreases from {drop}; expected bounds that never decrease")
+        raise ValueError(f"cu_seqlens decreases from {ends[i]} to {ends[i + 1]}; expected bounds that never decrease")
     if ends[-1] != T:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}; expected {T}, the length of {name}")
     return lengths
 
-def bounds_for_kernels(
-    cu_seqlens: Tensor | None, # (n+1,) that were checked
-    x: Tensor,                 # (1,T,D)
-) -> Tensor | None:            # (n+1,)
-    "The bounds in order in memory; ValueError unless they are where x is."
+def bounds_for_kernels(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None: # (n+1,), (1,T,D) -> (n+1,)
+    "Checked bounds in order in memory; ValueError unless they are where x is."
     if cu_seqlens is not None and cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-015
 def run_sequences(
-    scan,     # (tensors, state or None) -> (out (B,T,D), final state (B,D,N))
-    tensors,  # (B,T,F) tensors or None
-    lengths,  # of the packed sequences, or None
-    state,    # (B,D,N), (n,D,N) when packed, or None
+    scan, # (tensors, state or None) -> (out (B,T,D), final state (B,D,N))
+    tensors, lengths, state, # (B,T,F) tensors or None; of the packed sequences; (B,D,N), (n,D,N) when packed
     output_final_state: bool, # return the final states too
 ):
     "Run the whole batch at once, or packed sequences one by one: out or (out, final state)."
+    fresh = lambda cut: [t if t is None else t.contiguous() for t in cut]
     if lengths is None:
-        out, final = scan([t if t is None else t.contiguous() for t in tensors], state)
+        out, final = scan(fresh(tensors), state)
         return (out, final) if output_final_state else out
     if None in lengths:
         raise ValueError("cu_seqlens has no values while a compiler traces or a graph records; "
@@ -167,7 +146,6 @@ def run_sequences(
     n = len(lengths)
     pieces = [[None] * n if t is None else t.split(lengths, 1) for t in tensors]
     states = [None] * n if state is None else state.split(1)
-    fresh = lambda cut: [t if t is None else t.contiguous() for t in cut]
     runs = [scan(fresh(cut), s) for *cut, s in zip(*pieces, states)]
     out = torch.cat([r[0] for r in runs], 1)
     return (out, torch.cat([r[1] for r in runs])) if output_final_state else out
@@ -175,21 +153,15 @@ def run_sequences(
 # %% ../../nbs/scan/15_op.ipynb #15_op-017
 HAS_TRITON = find_spec("triton") is not None # looked up once: torch.compile cannot trace the look-up
 
-def transformed(
-    *tensors, # or None
-) -> bool:
-    "Whether torch.func or forward-mode derivatives follow these tensors: they see PyTorch's operations, not kernels."
+def transformed(*tensors) -> bool:
+    "Whether torch.func or forward-mode derivatives follow these tensors, or None: they see no kernels."
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or any(
         t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
-def kernel_obstacle(
-    name: str,     # how the caller calls the first tensor
-    first: Tensor,
-    *others,       # the other tensors of the call, or None
-) -> str | None:
-    "Why no Triton kernel can run these tensors; None if one may."
+def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
+    "Why no Triton kernel can run a tensor called `name` and others, or None; None if one may."
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"{name} is on {first.device}, and they need a GPU"
     if not HAS_TRITON:
@@ -198,22 +170,16 @@ def kernel_obstacle(
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
 
-def triton_obstacle(
-    q: Tensor, # (B,T,N)
-    *others,   # the other tensors of the call, or None
-) -> str | None:
-    "Why the Triton kernels cannot run these tensors; None if they can."
+def triton_obstacle(q: Tensor, *others) -> str | None: # (B,T,N)
+    "Why the scan's Triton kernels cannot run these tensors; None if they can."
     if obstacle := kernel_obstacle("q", q, *others):
         return obstacle
     if not 1 <= q.shape[-1] <= 128:
         return f"they take states of 1 to 128 coordinates, and q has {q.shape[-1]}"
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-019
-def pick_backend(
-    backend: str, # what the caller asked for
-    *tensors,     # q and the other tensors of the call, or None
-) -> str:         # "triton", "chunked" or "reference"
-    "The backend that runs; ValueError if it is unknown, or is `triton` and cannot run."
+def pick_backend(backend: str, *tensors) -> str: # tensors: q and the others of the call, or None
+    "The backend that runs, one of `BACKENDS`; ValueError if it is unknown, or is `triton` and cannot run."
     check_choice("backend", backend, BACKENDS)
     if backend != "reference" and transformed(*tensors):
         if backend != "auto":
@@ -230,7 +196,7 @@ def pick_backend(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-020b
 def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint):
-    # `longhorn_scan`, or with rates A `selective_scan`; `rate` is how the caller calls b.
+    # `longhorn_scan`, or with rates A `selective_scan`, which calls b `rate`.
     check_choice("checkpoint", checkpoint, CHECKPOINTS)
     lengths = check_cu_seqlens(cu_seqlens, q)
     check_arguments("BT", rate, q, k, x, b, A, bias, D_skip, z, state, None if lengths is None else len(lengths))
@@ -242,7 +208,7 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
         return out if final else out[0]
     one = TORCH_SCANS[backend][1] if form is None else partial(TORCH_SCANS[backend][0], form=form)
     if lengths is not None and backend == "chunked" and torch.compiler.is_compiling():
-        one, lengths = partial(one, cu_seqlens=cu_seqlens), None     # chunks take a packed batch as a whole
+        one, lengths = partial(one, cu_seqlens=cu_seqlens), None # chunks take a packed batch as a whole
     timed = A if A is not None and A.dim() == 3 else None
     rates = lambda cut: () if A is None else (A,) if cut is None else (cut,)
     scan = lambda cut, S: one(*cut[:4], *rates(cut[5]), bias, D_skip, cut[4], initial_state=S)
@@ -250,19 +216,15 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-021
 def longhorn_scan(
-    q: Tensor,                    # (B,T,N) queries
-    k: Tensor,                    # (B,T,N) keys
-    x: Tensor,                    # (B,T,D) values
-    b: Tensor,                    # (B,T,D) or (B,T,1) step-size logits
-    b_bias: Tensor | None = None, # (D,) added to the logits
-    D_skip: Tensor | None = None, # (D,) weight of the skip connection
-    z: Tensor | None = None,      # (B,T,D) gate
+    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
+    b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
+    D_skip: Tensor | None = None, z: Tensor | None = None, # (D,) weight of the skip connection, (B,T,D) gate
     *,
-    form: str = "diagonal",       # "diagonal", "exact" or "decoupled"
+    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     initial_state: Tensor | None = None, # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
-    output_final_state: bool = False,    # return `(out, final_state)`
-    cu_seqlens: Tensor | None = None,    # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto",        # "auto", "triton", "chunked" or "reference"
+    output_final_state: bool = False, # return `(out, final_state)`
+    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
 ):
     """Longhorn's recurrence with read-out, skip and gate: out (B,T,D), or (out, final_state (B,D,N)).
@@ -277,10 +239,7 @@ def longhorn_scan(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-023
 def wants_gradient(
-    name: str,     # of the step function, for the message
-    inplace: bool, # whether it is to write into its state
-    backend: str,  # what the caller asked for
-    *tensors,      # of the call, or None
+    name: str, inplace: bool, backend: str, *tensors, # the step function's name and arguments
 ) -> bool:
     "Whether a decode step must be differentiable; ValueError if it cannot be, called in this way."
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -291,7 +250,7 @@ def wants_gradient(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-023b
 def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, backend):
-    # The step called `name`: `longhorn_step`, or with rates A `selective_step`.
+    # `longhorn_step`, or with rates A `selective_step`.
     check_tensor("state", state, ("B", "D", "N"))
     check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state)
     tensors = (q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)
@@ -308,18 +267,14 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
 def longhorn_step(
-    q_t: Tensor,                  # (B,N) query
-    k_t: Tensor,                  # (B,N) key
-    x_t: Tensor,                  # (B,D) value
-    b_t: Tensor,                  # (B,D) or (B,1) step-size logits
-    state: Tensor,                # (B,D,N) state
+    q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
+    b_t: Tensor, state: Tensor, # (B,D) or (B,1) step-size logits, (B,D,N)
     b_bias: Tensor | None = None, # (D,) added to the logits
-    D_skip: Tensor | None = None, # (D,) weight of the skip connection
-    z_t: Tensor | None = None,    # (B,D) gate
+    D_skip: Tensor | None = None, z_t: Tensor | None = None, # (D,) weight of the skip connection, (B,D) gate
     *,
-    form: str = "diagonal",       # "diagonal", "exact" or "decoupled"
-    inplace: bool = False,        # write the next state into `state`, for inference
-    backend: str = "auto",        # "auto", "triton", or one of PyTorch's: "reference"
+    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
+    inplace: bool = False, # write the next state into `state`, for inference
+    backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
 ):
     "One decode step: `(out_t (B,D), next state (B,D,N))`; the given state is not changed unless `inplace`."
     check_choice("form", form, FORMS)
@@ -327,19 +282,16 @@ def longhorn_step(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-033
 def selective_scan(
-    q: Tensor,                     # (B,T,N) queries (Mamba's C)
-    k: Tensor,                     # (B,T,N) keys (Mamba's B)
-    x: Tensor,                     # (B,T,D) values
-    dt: Tensor,                    # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
-    A: Tensor,                     # (D,N) negative rates, or (B,T,N) input-dependent ones
-    dt_bias: Tensor | None = None, # (D,)
-    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
-    z: Tensor | None = None,       # (B,T,D) gate
+    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
+    dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
+    A: Tensor, # (D,N) negative rates, or (B,T,N) input-dependent ones
+    dt_bias: Tensor | None = None, D_skip: Tensor | None = None, # (D,) and (D,) weight of the skip connection
+    z: Tensor | None = None, # (B,T,D) gate
     *,
     initial_state: Tensor | None = None, # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
-    output_final_state: bool = False,    # return `(out, final_state)`
-    cu_seqlens: Tensor | None = None,    # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto",         # "auto", "triton", "chunked" or "reference"
+    output_final_state: bool = False, # return `(out, final_state)`
+    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
 ):
     "Mamba's selective scan (S6) in the same words as `longhorn_scan`."
@@ -348,18 +300,13 @@ def selective_scan(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-035
 def selective_step(
-    q_t: Tensor,                   # (B,N) query
-    k_t: Tensor,                   # (B,N) key
-    x_t: Tensor,                   # (B,D) value
-    dt_t: Tensor,                  # (B,D) or (B,1)
-    A: Tensor,                     # (D,N) negative rates, or (B,1,N) input-dependent ones
-    state: Tensor,                 # (B,D,N) state
-    dt_bias: Tensor | None = None, # (D,)
-    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
-    z_t: Tensor | None = None,     # (B,D) gate
+    q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
+    dt_t: Tensor, A: Tensor, # (B,D) or (B,1); (D,N) negative rates, or (B,1,N) input-dependent ones
+    state: Tensor, dt_bias: Tensor | None = None, # (B,D,N), (D,)
+    D_skip: Tensor | None = None, z_t: Tensor | None = None, # (D,) weight of the skip connection, (B,D) gate
     *,
-    inplace: bool = False,         # write the next state into `state`, for inference
-    backend: str = "auto",         # "auto", "triton", or one of PyTorch's: "reference"
+    inplace: bool = False, # write the next state into `state`, for inference
+    backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
 ):
     "One decode step of Mamba: `(out_t (B,D) in x_t.dtype, next state (B,D,N))`."
     return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace, backend)

@@ -17,71 +17,54 @@ from ..theory.closed_forms import STEPS
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-008
 def skip_and_gate(
-    y: Tensor,             # (...,D) read-out S q
-    x: Tensor,             # (...,D) values
-    D_skip: Tensor | None, # (D,) skip weight
-    z: Tensor | None,      # (...,D) gate
-) -> Tensor:               # (...,D)
+    y: Tensor, x: Tensor, D_skip: Tensor | None, z: Tensor | None, # (...,D) read-out S q, (...,D), (D,), (...,D)
+) -> Tensor: # (...,D)
     "`(y + D_skip * x) * silu(z)`; None leaves its part out."
     if D_skip is not None:
         y = y + D_skip * x
     return y if z is None else y * F.silu(z)
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-010
-def compute_dtype(
-    *tensors: Tensor | None, # inputs; None is ignored
-) -> torch.dtype:            # float64 if any input has it, float32 otherwise
-    "The dtype of the state and of all arithmetic: never less than float32."
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    "The dtype of the state and of all arithmetic: float64 if any input has it, else float32."
     double = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if double else torch.float32
 
-def widened(
-    *tensors: Tensor | None, # inputs
-) -> list:                   # the same, None where None came
-    "All tensors in their `compute_dtype`."
+def widened(*tensors: Tensor | None) -> list:
+    "All tensors in their `compute_dtype`; None stays None."
     dtype = compute_dtype(*tensors)
     return [None if t is None else t.to(dtype) for t in tensors]
 
-@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile the question, and what uses the answer fell apart
-def knows_autocast(
-    device: str, # type: "cpu", "cuda", ...
-) -> bool:
+@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile the question
+def knows_autocast(device: str) -> bool: # type: "cpu", "cuda", ...
     "Whether autocast exists for a kind of device; for \"meta\" it does not."
     return torch.amp.is_autocast_available(device)
 
 
-def no_autocast(
-    device: str, # type: "cpu", "cuda", ...
-):
-    "A context in which autocast is off; devices that know none need none."
+def no_autocast(device: str): # type: "cpu", "cuda", ...
+    "A context in which autocast is off."
     return torch.autocast(device, enabled=False) if knows_autocast(device) else nullcontext()
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-013
 def scan_steps(
-    step,          # (S, t) -> next S, for t = 0 .. T-1
-    q: Tensor,     # (B,T,N) queries
-    state: Tensor, # (B,D,N) state before the first step
+    step, q: Tensor, state: Tensor, # (S, t) -> next S; (B,T,N) queries; (B,D,N) before the first step
 ):
-    "Run the steps in order; returns the read-outs (B,T,D) and the last state (B,D,N)."
+    "Run the steps in order: read-outs (B,T,D) and the last state (B,D,N)."
     reads = []
     for t in range(q.shape[1]):
         state = step(state, t)
         reads.append((state * q[:, t, None, :]).sum(-1))
-    if not reads: # the state is the caller's: give back another one
+    if not reads: # another state than the caller's
         return state.new_zeros(q.shape[0], 0, state.shape[1]), state.clone()
     return torch.stack(reads, 1), state
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-015
 def reference_scan(
-    q: Tensor,                     # (B,T,N) queries
-    k: Tensor,                     # (B,T,N) keys
-    x: Tensor,                     # (B,T,D) values
-    b: Tensor,                     # (B,T,D) or (B,T,1) step-size logits
-    b_bias: Tensor | None = None,  # (D,) added to the logits
-    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
-    z: Tensor | None = None,       # (B,T,D) gate
+    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
+    b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
+    D_skip: Tensor | None = None, z: Tensor | None = None, # (D,) weight of the skip connection, (B,T,D) gate
     *,
-    form: str = "diagonal",        # "diagonal", "exact" or "decoupled"
+    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):
     "Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
@@ -94,25 +77,20 @@ def reference_scan(
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-022
 def s6_update(
-    S: Tensor,     # (...,D,N) state
-    k: Tensor,     # (...,N) key (Mamba's B)
-    x: Tensor,     # (...,D) value
+    S: Tensor, k: Tensor, x: Tensor, # (...,D,N) state, (...,N) key (Mamba's B), (...,D) value
     delta: Tensor, # (...,D) or (...,1) step size, positive
-    A: Tensor,     # (D,N), or (...,1,N) if it depends on the input; negative
-) -> Tensor:       # (...,D,N) next state
+    A: Tensor, # (D,N), or (...,1,N) if it depends on the input; negative
+) -> Tensor: # (...,D,N) next state
     "Mamba's update `S <- exp(Delta A) S + (Delta x) k^T`."
     return torch.exp(delta[..., None] * A) * S + (delta * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-023
 def reference_selective_scan(
-    q: Tensor,                     # (B,T,N) queries (Mamba's C)
-    k: Tensor,                     # (B,T,N) keys (Mamba's B)
-    x: Tensor,                     # (B,T,D) values
-    dt: Tensor,                    # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
-    A: Tensor,                     # (D,N) negative rates, or (B,T,N) input-dependent ones
-    dt_bias: Tensor | None = None, # (D,)
-    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
-    z: Tensor | None = None,       # (B,T,D) gate
+    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
+    dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
+    A: Tensor, # (D,N) negative rates, or (B,T,N) input-dependent ones
+    dt_bias: Tensor | None = None, D_skip: Tensor | None = None, # (D,) and (D,) weight of the skip connection
+    z: Tensor | None = None, # (B,T,D) gate
     *,
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):

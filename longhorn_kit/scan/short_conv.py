@@ -24,12 +24,10 @@ MAX_WIDTH = 8  # of a filter in the Triton kernels
 
 
 def torch_conv(
-    x: Tensor,           # (B,T,D) inputs
-    weight: Tensor,      # (D,W) one filter a channel; the last tap meets the newest input
-    bias: Tensor | None, # (D,)
+    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D); (D,W), the last tap meets the newest input; (D,)
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
     activation: str | None = "silu", # "silu" or None
-) -> tuple:              # outputs (B,T,D), and the last W-1 inputs (B,D,W-1)
+) -> tuple: # outputs (B,T,D), and the last W-1 inputs (B,D,W-1)
     "Causal depthwise convolution by `F.conv1d`, and what the next call needs to go on."
     width, steps = weight.shape[-1], x.shape[1]
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -40,24 +38,18 @@ def torch_conv(
     return (F.silu(y) if activation else y).transpose(1, 2).contiguous(), x[..., steps:].clone()
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
-def conv_obstacle(
-    *tensors,   # x, weight and the other tensors of the call, or None
-) -> str | None:
+def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
     "Why the Triton kernels cannot run these tensors; None if they can."
-    weight = tensors[1]
-    if obstacle := kernel_obstacle("x", *tensors):
+    if obstacle := kernel_obstacle("x", x, weight, *others):
         return obstacle
-    if transformed(*tensors):
+    if transformed(x, weight, *others):
         return "torch.func and forward-mode differentiation cannot follow them"
     if weight.shape[1] > MAX_WIDTH:
         return f"they take filters of up to {MAX_WIDTH} taps, and weight has {weight.shape[1]}"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-019
-def pick_conv_backend(
-    backend: str, # what the caller asked for
-    *tensors,     # x, weight and the other tensors of the call, or None
-) -> str:         # "triton" or "torch"
-    "The backend that runs; ValueError if it is unknown, or is `triton` and cannot run."
+def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and the others of the call, or None
+    "\"triton\" or \"torch\", which runs; ValueError if it is unknown, or is `triton` and cannot run."
     check_choice("backend", backend, CONV_BACKENDS)
     if backend == "torch":
         return backend
@@ -68,11 +60,9 @@ def pick_conv_backend(
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-021
 def check_conv(
-    name: str,   # how the caller calls x
-    axes: tuple, # letters of its axes
-    x, weight, bias, activation, state_name, state,
-    rows: int | None = None, # sequences, if packed
-) -> Tensor:     # weight as (D,W)
+    name: str, axes: tuple, # how the caller calls x, letters of its axes
+    x, weight, bias, activation, state_name, state, rows: int | None = None, # sequences, if packed
+) -> Tensor:
     "The filters as (D,W), or a ValueError that names the argument that does not fit."
     check_tensor(name, x, axes)
     check_choice("activation", activation, ACTIVATIONS)
@@ -91,16 +81,16 @@ def check_conv(
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
 def causal_conv1d(
-    x: Tensor,                   # (B,T,D) inputs
-    weight: Tensor,              # (D,W), or (D,1,W) as in `nn.Conv1d`; the last tap meets the newest input
-    bias: Tensor | None = None,  # (D,)
+    x: Tensor, # (B,T,D)
+    weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; the last tap meets the newest input
+    bias: Tensor | None = None, # (D,)
     *,
-    activation: str | None = "silu",     # "silu" (or "swish"), or None
+    activation: str | None = "silu", # "silu" (or "swish"), or None
     initial_state: Tensor | None = None, # (B,D,W-1) the inputs just before, (n,D,W-1) with cu_seqlens; zeros if None
-    output_final_state: bool = False,    # return `(y, final_state)`
-    cu_seqlens: Tensor | None = None,    # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto",       # "auto", "triton" or "torch"
-    twice: bool = False,         # y as a pair over the same memory, for two readers: one kernel adds their gradients
+    output_final_state: bool = False, # return `(y, final_state)`
+    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto", # "auto", "triton" or "torch"
+    twice: bool = False, # y as a pair over the same memory, for two readers: one kernel adds their gradients
 ):
     """Causal depthwise convolution and SiLU in one: y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
@@ -114,24 +104,19 @@ def causal_conv1d(
         y, final = triton_conv(x, weight, bias, initial_state, bounds_for_kernels(cu_seqlens, x), activation,
                                output_final_state, twice, cu_seqlens is None or not traced())
         return (y, final) if output_final_state else y
-    if lengths is None:
-        y, final = torch_conv(x, weight, bias, initial_state, activation)
-    else:
-        one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
-        y, final = run_sequences(one, (x,), lengths, initial_state, True)
+    one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
+    y, final = run_sequences(one, (x,), lengths, initial_state, True)
     y = (y, y) if twice else y
     return (y, final) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 def causal_conv1d_step(
-    x_t: Tensor,                 # (B,D) the next input
-    state: Tensor,               # (B,D,W-1) the inputs just before
-    weight: Tensor,              # (D,W), or (D,1,W) as in `nn.Conv1d`
-    bias: Tensor | None = None,  # (D,)
+    x_t: Tensor, state: Tensor, # (B,D) the next input, (B,D,W-1) the inputs just before
+    weight: Tensor, bias: Tensor | None = None, # (D,W), or (D,1,W) as in `nn.Conv1d`; (D,)
     *,
     activation: str | None = "silu", # "silu" (or "swish"), or None
-    inplace: bool = False,       # shift `state` itself instead of making a new one
-    backend: str = "auto",       # "auto", "triton" or "torch"
+    inplace: bool = False, # shift `state` itself instead of making a new one
+    backend: str = "auto", # "auto", "triton" or "torch"
 ):
     """One decode step: `(y_t (B,D), the W-1 inputs after it (B,D,W-1))`.
 
