@@ -16,7 +16,7 @@ PLAIN = dict(dtype="bfloat16", z=True, state=False, checkpoint="fast", N=16)
 
 def plain_rows(
     record: dict, # that `kernels/bench.py` wrote on a GPU
-    **wanted,     # values that a row must hold; None: any
+    **wanted, # values that a row must hold; None: any
 ) -> list:
     "Timed scans that hold these values, and else those of `PLAIN`: bfloat16, a gate, no initial state, N = 16."
     wanted = {name: value for name, value in (PLAIN | wanted).items() if value is not None}
@@ -28,32 +28,32 @@ def plain_rows(
 def scan_bytes(
     B: int, T: int, D: int, N: int,
     direction: str = "forward", # or "backward"
-    z: bool = True,             # with a gate
-    itemsize: int = 2,          # bytes of an input element; 2 for bfloat16
-    kept: float = 1.0,          # bytes of saved states for each element of x: 4 N / (steps between checkpoints)
+    z: bool = True, # with a gate
+    itemsize: int = 2, # bytes of an input element; 2 for bfloat16
+    kept: float = 1.0, # bytes of saved states for each element of x: 4 N / (steps between checkpoints)
 ) -> float:
     "Bytes that a scan must move: every input read once, every result written once, states kept for the backward."
     wide, narrow = B * T * D, B * T * N
     gate = 1 if z else 0
-    if direction == "forward":  # read x, b, z and q, k; write out
+    if direction == "forward": # read x, b, z and q, k; write out
         return (3 + gate) * wide * itemsize + 2 * narrow * itemsize + kept * wide
     # read x, b, z, dout and q, k; write dx, db, dz and dq, dk
     return (5 + 2 * gate) * wide * itemsize + 4 * narrow * itemsize + kept * wide
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-011
-PER_STATE = {    # fp32 operations on each of the N states of a channel and step: (forward, backward)
+PER_STATE = { # fp32 operations on each of the N states of a channel and step: (forward, backward)
     "diagonal": (4, 13), "decoupled": (6, 16), "s6": (4, 11), "exact": (3, 9)}
-PER_CHANNEL = dict(forward=30, backward=60)  # rate, skip, gate, conversions: about this many, whatever the form
+PER_CHANNEL = dict(forward=30, backward=60) # rate, skip, gate, conversions: about this many, whatever the form
 
 def scan_operations(
     form: str, N: int,
     direction: str = "forward",
-    chunk: int = 0,             # steps of a chunk, for the exact form by matrix products; 0: step by step
-    z: bool = True,             # the backward with a gate reads the state once more
+    chunk: int = 0, # steps of a chunk, for the exact form by matrix products; 0: step by step
+    z: bool = True, # the backward with a gate reads the state once more
 ) -> float:
     "fp32 operations for one channel of one step; a fused multiply-add counts once, as it occupies one lane once."
     back = direction == "backward"
-    if form == "exact" and chunk:  # substitution, and the split of states and corrections into two bfloat16 parts
+    if form == "exact" and chunk: # substitution, and the split of states and corrections into two bfloat16 parts
         return (1 + back) * (chunk / 2 + 3 + 3 * N / chunk) + PER_CHANNEL[direction]
     return (PER_STATE[form][back] + (back and z)) * N + PER_CHANNEL[direction]
 
@@ -63,8 +63,8 @@ def scan_specials(
     z: bool = True,
 ) -> float:
     "Exponentials, logarithms and reciprocals for one channel of one step; the same in both directions."
-    gate = 2 if z else 0                      # a sigmoid
-    own = {"decoupled": 1 + N, "s6": 3 + N}   # a reciprocal, or an exponential, for every state
+    gate = 2 if z else 0 # a sigmoid
+    own = {"decoupled": 1 + N, "s6": 3 + N} # a reciprocal, or an exponential, for every state
     return own.get(form, 2) + gate
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-014
@@ -83,10 +83,10 @@ def scan_products(
 def scan_floors(
     form: str, B: int, T: int, D: int, N: int,
     direction: str, # "forward" or "backward"
-    rates: dict,    # per second: "bytes", "operations" (fp32), "specials", "products" (bfloat16 multiply-adds)
+    rates: dict, # per second: "bytes", "operations" (fp32), "specials", "products" (bfloat16 multiply-adds)
     chunk: int = 0, # for exact by matrix products
-    **traffic,      # `z`, `itemsize`, `kept` of `scan_bytes`
-) -> dict:          # milliseconds by "bytes", "operations", "specials", "products"
+    **traffic, # `z`, `itemsize`, `kept` of `scan_bytes`
+) -> dict: # milliseconds by "bytes", "operations", "specials", "products"
     "The least time that each resource needs; the largest is the floor, and no version runs faster."
     z, wide = traffic.get("z", True), B * T * D
     work = dict(bytes=scan_bytes(B, T, D, N, direction, **traffic),
@@ -97,10 +97,10 @@ def scan_floors(
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-018
 def draw_roofline(
-    ax,           # to draw on
+    ax, # to draw on
     record: dict, # for the rates of its GPU
     shape: tuple, # B, T, D
-    scans: list,  # (name, form, steps of a chunk or 0, colour, line style, (forward, backward) milliseconds) each
+    scans: list, # (name, form, steps of a chunk or 0, colour, line style, (forward, backward) milliseconds) each
 ):
     "Operations a second against operations a byte, forward (dot) and backward (square), under what the GPU can do."
     from longhorn_kit.plots import INK
@@ -113,7 +113,7 @@ def draw_roofline(
         y = [1e3 * w / ms / 1e12 for w, ms in zip(work, times)]
         for i, mark in ((slice(2), style), (slice(1), "o"), (slice(1, 2), "s")):
             ax.plot(x[i], y[i], mark, color=color)
-        end = 0 if name in ("exact", "S6, portable") else 1             # which end has room for the name
+        end = 0 if name in ("exact", "S6, portable") else 1 # which end has room for the name
         ax.annotate(name, (x[end], y[end]), xytext=(7 if end else -7, -8 if "official" in name else -3),
                     textcoords="offset points", ha="left" if end else "right", fontsize=8, color=color)
     ax.set(xlabel="fp32 operations a byte", ylabel="T operations a second", xlim=(2, 90), ylim=(1, 50),
@@ -127,8 +127,8 @@ def draw_roofline(
 def issue_floor(
     B: int, T: int, D: int,
     per_step: float, # warp instructions for one step of 32 channels
-    rates: dict,     # as for `scan_floors`
-) -> float:          # milliseconds
+    rates: dict, # as for `scan_floors`
+) -> float: # milliseconds
     "The least time in which the schedulers can issue a kernel's instructions."
     return 1e3 * B * T * D * per_step / rates["operations"]
 
@@ -137,9 +137,9 @@ OF_FORM = {"exact": "longhorn_exact", "diagonal": "longhorn", "decoupled": "long
 
 def against(
     record: dict,
-    axis: str,    # "T", "B" or "N"
-    form: str,    # of `OF_FORM`
-    fast: bool,   # kernels in Gluon, or the portable ones
+    axis: str, # "T", "B" or "N"
+    form: str, # of `OF_FORM`
+    fast: bool, # kernels in Gluon, or the portable ones
     base=(8, 2048, 2048, 16), # the other sizes: B, T, D, N
 ) -> list:
     "Sorted (size, milliseconds forward and backward) of the plain cases that differ in one size only."
