@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim', 'finished_records',
-           'noted_failure', 'Reproduce', 'known', 'TrainLM', 'TrainVision', 'parse', 'fail', 'main']
+           'noted_failure', 'Reproduce', 'known', 'TrainLM', 'TrainVision', 'parse', 'fail', 'several_processes',
+           'agreed', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
+import io
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +31,10 @@ from .lab.use import Eval, Export, Generate, UsageError, writable_folder
 
 # %% ../nbs/cli.ipynb #cli-005
 class Misread(UsageError):
-    "tyro could not read the command line, and has said why."
+    "tyro could not read the command line; `box` is what it printed."
+    def __init__(self, box: str):
+        super().__init__(" ".join(re.sub("[╭╮╰╯│─]", " ", box).split()))
+        self.box = box
 
 # %% ../nbs/cli.ipynb #cli-007
 def one_line(error: BaseException) -> str:
@@ -332,12 +338,14 @@ def parse(argv: list[str]):
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"unknown command '{argv[0]}'{suggest(argv[0], list(COMMANDS))}")
     named = [subcommand(name, kind, argv) for name, kind in COMMANDS.items()]
+    box = io.StringIO()
     try:
-        return tyro.cli(Union[tuple(named)], prog="longhorn", args=argv, description=ABOUT, config=OPTIONS)
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(Union[tuple(named)], prog="longhorn", args=argv, description=ABOUT, config=OPTIONS)
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        raise Misread from None
+        raise Misread(box.getvalue()) from None
 
 # %% ../nbs/cli.ipynb #cli-058
 def fail(message: str, code: int) -> int:
@@ -346,6 +354,18 @@ def fail(message: str, code: int) -> int:
         sys.stdout.flush()
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code
+
+def several_processes() -> bool:
+    "Check whether a launcher started this process as one of several."
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+def agreed(function, *arguments):
+    "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
+    if not several_processes():
+        return function(*arguments)
+    from longhorn_kit.lab.training import together
+    with together():
+        return function(*arguments)
 
 # %% ../nbs/cli.ipynb #cli-059
 def main(
@@ -361,7 +381,7 @@ def main(
     try:
         if argv in (["--version"], ["-V"]):
             print(f"longhorn {__version__}")
-        elif command := parse(argv):
+        elif command := agreed(parse, argv):
             command()
         sys.stdout.flush()
         return 0
@@ -370,7 +390,10 @@ def main(
     except BrokenPipeError: # the reader of our output has gone, as in `longhorn claims | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Misread:
+    except Misread as error:
+        if several_processes():
+            return fail(str(error), 2)
+        sys.stderr.write(error.box)
         return 2
     except Exception as error:
         if os.environ.get("LONGHORN_DEBUG") == "1":

@@ -584,7 +584,7 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     out, err = child.communicate(timeout=60)
     # Python ends with the signal itself where the interrupt struck inside `exec`, as in an import; a shell shows 130 for both.
     assert child.returncode in (130, -signal.SIGINT) and "Traceback" not in err
-    assert err.splitlines()[-1] == "longhorn: error: interrupted; what is finished is kept, and the same command goes on from there"
+    assert err.splitlines()[-1] == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"
     assert not (tmp_path / "runs" / "recall" / "laptop" / "record.json").exists()
     no_leftovers(tmp_path / "runs")
     for path in (tmp_path / "runs").rglob("*.json"):

@@ -241,8 +241,8 @@ def drive(
                     known = {results.job_folder(s): s for s in experiment.jobs(config, results)}
                     left = {f: s for f, s in known.items() if results.get(s) is None}
                     todo = {f: s for f, s in left.items() if not results.given_up(s)}
-                    bar.total, bar.n = len(known), len(known) - len(left)
-                    bar.refresh()
+                    bar.total = len(known)
+                    bar.update(len(known) - len(left) - bar.n)
                 late = time.time() > deadline
                 for folder in [f for f in todo if f not in running]:
                     if len(running) < engine.workers and not late:
