@@ -72,7 +72,7 @@ def work_of(config, parameters: int, tokens: int, context: int) -> dict:
             "attention": width * context, "loss": tokens * config.vocab_size, "optimiser": parameters}
 
 def recorded_work(row: dict) -> dict:
-    "Return the same for a recorded step."
+    "Return `work_of` a recorded step."
     return work_of(model_of(row["preset"], row["mixer"]), row["parameters"], row["tokens"], row["context"])
 
 def parts_of(row: dict) -> dict:
@@ -85,7 +85,7 @@ def parts_of(row: dict) -> dict:
     return spent | {"pointwise": spent["pointwise"] - loss, "loss": loss}
 
 def scaled_parts(row: dict, work: dict, gpu: str = RECORDED, precision: str = "bf16") -> dict:
-    "Return the seconds of the parts of a step with other work: equation (2), on another GPU by its published numbers."
+    "Return the seconds of the parts of a step with other work, maybe on another GPU: equation (2)."
     then, now, wide = GPUS[RECORDED], GPUS[gpu], 1 if precision == "bf16" else 2
     slower = dict.fromkeys(work, then["bandwidth"] / now["bandwidth"] * wide)
     slower |= {"matrix products": then["bf16"] / now[precision], "optimiser": slower["optimiser"] / wide}
@@ -99,14 +99,14 @@ def ends(values) -> np.ndarray:
 
 @cache
 def repeats() -> np.ndarray:
-    "Return the time of a step that was timed again, fastest and slowest, in terms of its recorded time, (2,)."
+    "Return the shortest and longest time of steps timed again, over the recorded time, (2,)."
     first = {row["mixer"]: row["ms"] for row in recorded_steps(compile=True, context=1024)}
     again = record(f"{LANGUAGE}/steps.json")["rows"]
     return ends([1.0, *(ms / first[row["mixer"]] for row in again for ms in row["ms"])])
 
 @cache
 def held_out() -> dict:
-    "Plan each recorded step from the other context of its mixer: (mixer, compile, context) -> over the recorded time."
+    "Return each step's time as planned from the other context of its mixer, over the recorded time."
     key, rows = lambda row: (row["mixer"], row["compile"], row["context"]), recorded_steps()
     return {key(row): 1e3 * sum(scaled_parts(other, recorded_work(row)).values()) / row["ms"]
             for row in rows for other in rows if key(row)[:2] == key(other)[:2] and row is not other}
@@ -114,12 +114,12 @@ def held_out() -> dict:
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-021
 @cache
 def link_rate() -> float:
-    "Return the bytes per second of the slowest large collective that was recorded within a node."
+    "Return the bytes per second of the slowest large collective recorded within a node."
     sent = lambda row: (2 if row["op"] == "all_reduce" else 1) * (row["gpus"] - 1) / row["gpus"] * row["bytes"]
     return min(1e3 * sent(row) / row["ms"] for row in record(MACHINE)["collectives"] if row["bytes"] >= 1 << 28)
 
 def sending_seconds(p) -> float:
-    "Return the time of a step's communication, if nothing else ran."
+    "Return the time of a step's communication alone."
     cards = p.gpus % NODE or NODE # of the node with the fewest
     rate = link_rate() if p.gpus <= NODE else min(link_rate(), 1e9 * cards * (p.network or NETWORK))
     size = {"one GPU": 0, "ddp": 8, "fsdp": 4 + 4 * p.accumulate}[p.sharding] # bytes per parameter
@@ -128,7 +128,7 @@ def sending_seconds(p) -> float:
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-022
 @cache
 def recorded_runs() -> dict:
-    "Return name -> (plan, seconds of a step (2,), peak bytes) of the runs on 1, 2 and 4 GPUs; first lines warm up."
+    "Return plan, seconds of a step (2,) and peak bytes by name of the runs on 1, 2 and 4 GPUs; first lines warm up."
     result = {}
     for name in ("one", "two", "four", "fsdp", "fsdp4"):
         folder = f"{LANGUAGE}/gpus/{name}"
@@ -142,7 +142,7 @@ def recorded_runs() -> dict:
 
 @cache
 def waits() -> dict:
-    "Return how long a block makes the GPUs wait (2,): with DDP, for the host with FSDP, and for it to launch kernels."
+    "Return the seconds (2,) that GPUs wait per block: with DDP, for the host with FSDP, for kernel launches."
     runs, launched = recorded_runs(), record(f"{LANGUAGE}/gpus/fsdp/profile.json")
     lost = lambda p, seconds, _: max(0, (seconds - sum(p.work.values()))[1] / p.blocks)
     launch = 1e-6 * record(MACHINE)["launch_us"] * launched["kernels"] / launched["steps"] / runs["fsdp"][0].blocks
@@ -152,13 +152,13 @@ def waits() -> dict:
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-024
 @dataclass
 class Plan:
-    "Ranges of memory and time of a training run; each is a pair (2,), low end first."
+    "Ranges of memory and time of a training run: pairs (2,), low end first."
     train: TrainConfig
     config: LMConfig
     gpus: int
-    gpu: str        # a key of `GPUS`
-    sharding: str   # "one GPU", "ddp" or "fsdp"
-    network: float | None # GB/s per GPU between nodes; None: `NETWORK`
+    gpu: str      # a key of `GPUS`
+    sharding: str # "one GPU", "ddp" or "fsdp"
+    network: float | None # as for `plan`
     parameters: int
     accumulate: int # parts of a step
 
@@ -178,7 +178,7 @@ class Plan:
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-025
 def memory_of(p: Plan) -> dict:
-    "Return the bytes (2,) of each thing in the memory of one GPU at the worst moment: equation (1)."
+    "Return the bytes (2,) of each thing in a GPU's memory at the worst moment: equation (1)."
     P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or p.tokens, p.tokens)
     wide = np.array([1, 1 if half else 2]) # float32 keeps at most twice as much
     loss = p.config.vocab_size * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model) * wide
@@ -203,7 +203,7 @@ def unseen_in(p: Plan) -> list:
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-026
 def work_seconds(p: Plan) -> dict:
-    "Return the seconds per step (2,) of each part, and of the communication that they do not hide."
+    "Return the seconds per step (2,) of each part, and of the communication not hidden."
     of_part = lambda parts: sum(parts.values()) - parts["optimiser"]
     work = work_of(p.config, p.parameters, p.tokens, p.train.context)
     scaled = sorted((scaled_parts(row, work, p.gpu, p.train.precision) for row in p.like), key=of_part)
@@ -214,18 +214,18 @@ def work_seconds(p: Plan) -> dict:
     return times | {"communication": np.array([max(0, sending - 2 / 3 * hides * of_part(each)[0]), sending])}
 
 def waiting_seconds(p: Plan) -> np.ndarray:
-    "Return how long the GPUs of a step wait for the host and for each other, (2,)."
+    "Return the seconds (2,) per step that GPUs wait for the host and for each other."
     host = p.accumulate * p.blocks * waits()["fsdp" if p.sharding == "fsdp" else "one GPU"]
     return np.maximum(0, host - sum(p.work.values())) + p.blocks * waits()["ddp"] * (p.sharding == "ddp")
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-027
 def check_setting(train, tokenizer, gpus, gpu, accumulate, sharding, network):
-    "Raise a ValueError, one sentence, for a setting that cannot be planned."
+    "Raise ValueError for a setting that cannot be planned."
     can = lambda n: n > 0 and train.batch_size % (n * (accumulate or 1)) == 0
     near = sorted(sorted(filter(can, range(train.batch_size + 1)), key=lambda n: abs(n - gpus))[:2])
-    shared = f"{train.batch_size} sequences cannot be shared by {gpus} GPUs" + f" in {accumulate} parts" * bool(accumulate)
+    load = f"{train.batch_size} sequences cannot be shared by {gpus} GPUs{f' in {accumulate} parts' * bool(accumulate)}"
     for fine, sentence in (
-        (can(gpus), f"a batch of {shared}; {' or '.join(map(str, near)) or 'no number of'} GPUs can share it"),
+        (can(gpus), f"a batch of {load}; {' or '.join(map(str, near)) or 'no number of'} GPUs can share it"),
         (gpu in GPUS, f"unknown GPU {gpu!r}; the planner knows {' and '.join(GPUS)}"),
         (sharding in (None, "ddp", "fsdp"), f"sharding is {sharding!r}; it must be 'ddp' or 'fsdp'"),
         (network is None or network > 0, f"network is {network}; it must be more than 0 GB/s"),
@@ -264,7 +264,7 @@ def span(pair, unit: str) -> str:
     return " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in outward) + f" {unit}"
 
 def sureness(p: Plan) -> list:
-    "Say in lines what a plan rests on: what was measured, what was given, what is assumed."
+    "Return lines on what was measured, given and assumed."
     (quick, late), (least, most) = repeats(), 1e3 * waits()["fsdp"]
     source = "given      {} GB/s" if p.network else "assumed    {} GB/s (--network gives another)"
     return [text for told, text in (
@@ -280,7 +280,7 @@ def sureness(p: Plan) -> list:
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-029
 def plan_text(preset: LMPreset | str, mixer: str, **options) -> str:
-    "Return the plan of a preset, or of a key of `LM_PRESETS`, as lines of text for `longhorn train-lm --plan`."
+    "Return the plan of a preset, or of a key of `LM_PRESETS`, as lines of text."
     p = plan(find_preset(preset) if isinstance(preset, str) else preset, mixer, **options)
     beside, room, steps = " (assumed)" if p.assumed else "", GPUS[p.gpu]["memory"], p.train.steps
     fit = "fits" if p.peak[1] < room else "does not fit" if p.peak[0] > room else "may not fit"
