@@ -402,11 +402,15 @@ def _gradients(ctx, dy, dS, _):
                            "backend='chunked'; backend='reference' has them") from error
     return *grads, None if A is None else dA, dS, None, None, None, None
 
-def _refuse(ctx, *grads):
-    raise RuntimeError("this scan has no second derivative with backend='chunked'; backend='reference' has one")
+def once_only(operation, why):
+    "Let a backward operation raise RuntimeError where a second derivative is asked for."
+    def refuse(ctx, *grads):
+        raise RuntimeError(why)
+    register_autograd(operation, refuse, setup_context=lambda ctx, inputs, output: None)
 
 register_autograd(_operation, _gradients, setup_context=_setup)
-register_autograd(_operation_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
+once_only(_operation_backward,
+          "this scan has no second derivative with backend='chunked'; backend='reference' has one")
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-055
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):

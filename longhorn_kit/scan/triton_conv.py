@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-004
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -14,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .chunked import in_range
-from .triton_portable import (
-    INTERPRETED, _cdiv, _last_contiguous, _stored, _sum_of_rows, clear_outside, on_its_device)
+from .chunked import in_range, once_only
+from longhorn_kit.scan.triton_portable import (
+    INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, _sum_of_rows, clear_outside,
+    on_its_device)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-010
 @triton.jit
 def _conv_slot(slot, cu_ptr, seq_ptr, T, L, SLOTS, PACKED: tl.constexpr):
-    # A slot is L steps of one sequence: (sequence, batch row, its first token, row of the output, length, first step).
+    # L steps of one sequence: (sequence, batch row, its first token, row of the output, length, first step).
     if PACKED:
         seq = tl.load(seq_ptr + slot).to(tl.int64)
         start = tl.load(cu_ptr + seq).to(tl.int64)
@@ -52,7 +54,7 @@ def _input(x_ptr, h0_ptr, t, d, m, sx_t, W: tl.constexpr, HAS_H0: tl.constexpr):
 
 @triton.jit
 def _sigmoid(v):
-    # A division that is right for every number takes six instructions, the square of a reciprocal root two.
+    # An exact division takes six instructions, the square of a reciprocal root two.
     r = tl.rsqrt(1.0 + tl.exp2(v * -1.4426950408889634))
     return r * r
 
@@ -300,10 +302,9 @@ class ConvPlan:
 
 def conv_plan(
     B: int, T: int, D: int,
-    direction: str = "forward", # "forward" or "backward"
-    gradients: int = 1, # of the output, in the backward
+    direction: str = "forward", gradients: int = 1, # or "backward"; gradients of the output there
 ) -> ConvPlan:
-    "Block sizes for a shape. Outputs and gradients of inputs do not depend on them, not even in the last bit."
+    "Block sizes for a shape. No bit of outputs and gradients of inputs depends on them."
     forward = direction == "forward"
     BD = min(128 if forward else 256, max(32, triton.next_power_of_2(D)))
     L, enough = (32, 8192) if forward else (64, 1024)
@@ -313,7 +314,7 @@ def conv_plan(
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-025
 def _slots(steps, x, cu_seqlens):
-    # Sequences, slots of a sequence (if not packed), all slots, and the sequence that each belongs to (if packed).
+    # Sequences, slots of a sequence (if not packed), all slots, and the sequence of each (if packed).
     B, T, _ = x.shape
     each = max(1, _cdiv(T, steps))
     if cu_seqlens is None:
@@ -326,64 +327,54 @@ def _slots(steps, x, cu_seqlens):
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-026
 @on_its_device
 def conv_forward(
-    x: Tensor, # (B,T,D)
-    weight: Tensor, # (D,W)
-    bias: Tensor | None, # (D,)
-    initial_state: Tensor | None, # (n,D,W-1)
-    cu_seqlens: Tensor | None, # (n+1,)
-    silu: bool,
-    final: bool, # write the final state too
-    plan: ConvPlan | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D), (D,W), (D,)
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,W-1), (n+1,)
+    silu: bool, final: bool, plan: ConvPlan | None = None,
 ):
     "Run the forward: y (B,T,D) and the final state (n,D,W-1), both in x.dtype; the latter empty unless `final`."
-    x, weight = _last_contiguous(x), weight.contiguous()
-    bias, initial_state = (t if t is None else t.contiguous() for t in (bias, initial_state))
+    x, (weight, bias, initial_state) = _last_contiguous(x), _contiguous(weight, bias, initial_state)
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D)
     n, each, slots, owner = _slots(p.L, x, cu_seqlens)
-    new = lambda *s: torch.empty(s, device=x.device, dtype=_stored(x.dtype))
+    new = partial(_empty(x), dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
         _conv_fwd_kernel[(slots * blocks,)](
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
-            W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, HAS_BIAS=bias is not None, 
-            HAS_H0=initial_state is not None and W > 1, FINAL=final, PACKED=cu_seqlens is not None,
-            num_warps=p.warps, enable_fp_fusion=False)
+            W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
+            FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
     return y.to(x.dtype), last.to(x.dtype)
 
 # %% ../../nbs/scan/20_triton_conv.ipynb #20_triton_conv-027
 @on_its_device
 def conv_backward(
-    dy: Tensor, # (B,T,D)
-    dfinal: Tensor | None, # (n,D,W-1)
+    dy: Tensor, dfinal: Tensor | None, # (B,T,D), (n,D,W-1)
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    silu: bool,
-    plan: ConvPlan | None = None,
-    also: Tensor | None = None, # (B,T,D) a second gradient of y, to be added to the first
+    silu: bool, plan: ConvPlan | None = None, also: Tensor | None = None, # (B,T,D) a second gradient of y, to be added
 ):
     "Gradients (dx, dweight, dbias, dinitial), None where the input was None. No atomics: the bits repeat."
     if also is not None and initial_state is not None: # the small kernel of its gradient takes one
         dy, also = dy + also, None
-    x, dy, also, w = _last_contiguous(x), _last_contiguous(dy), _last_contiguous(also), weight.contiguous()
-    c, initial, dfinal = (t if t is None else t.contiguous() for t in (bias, initial_state, dfinal))
+    x, dy, also = map(_last_contiguous, (x, dy, also))
+    w, c, initial, dfinal = _contiguous(weight, bias, initial_state, dfinal)
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward", 1 if also is None else 2)
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
     blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
-    dx = torch.empty(x.shape, device=x.device, dtype=_stored(x.dtype))
-    dw, dbias = (torch.empty(slots, *s, device=x.device, dtype=torch.float32) for s in ((W, D), (D,)))
-    dinitial = None if initial is None else torch.empty(initial.shape, device=x.device, dtype=_stored(initial.dtype))
+    new = _empty(x)
+    dx, dw, dbias = new(*x.shape, dtype=_stored(x.dtype)), new(slots, W, D), new(slots, D)
+    dinitial = None if initial is None else new(*initial.shape, dtype=_stored(initial.dtype))
     strides = *x.stride()[:2], *dy.stride()[:2]
-    flags = dict(W=W, SILU=silu, BD=p.BD, HAS_BIAS=c is not None, HAS_DHT=dfinal is not None and W > 1, PACKED=packed)
+    flags = dict(W=W, SILU=silu, BD=p.BD, PACKED=packed, num_warps=p.warps, enable_fp_fusion=False,
+                 **_has(bias=c, dht=dfinal if W > 1 else None))
     if slots * blocks:
         _conv_bwd_kernel[(slots * blocks,)](
             x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
-            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U, 
-            HAS_H0=initial is not None and W > 1, **flags, num_warps=p.warps, enable_fp_fusion=False)
+            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
+            **_has(h0=initial if W > 1 else None), **flags)
     if dinitial is not None and dinitial.numel():
         _conv_bwd_state_kernel[(n * blocks,)](
-            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags, num_warps=p.warps,
-            enable_fp_fusion=False)
+            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
     return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
             None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
@@ -440,12 +431,8 @@ def _gradients(ctx, dy, dfinal, also=None):
     return (*grads, None, None, None, None)
 
 
-def _refuse(ctx, *grads):
-    raise RuntimeError("causal_conv1d has no second derivative with backend='triton'; backend='torch' has one")
-
-
 register_autograd(_short_conv, _gradients, setup_context=_setup)
-register_autograd(_short_conv_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
+once_only(_short_conv_backward, "causal_conv1d has no second derivative with backend='triton'; backend='torch' has one")
 
 
 class _Twice(torch.autograd.Function):
@@ -465,7 +452,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
 
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
-    # by name, not `_short_conv`: where a notebook and the package both define the operation, the last one is valid
+    # by name: where a notebook and the package both define the operation, the last one is valid
     conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
     y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, checked)
     return (y, *again) if twice else y, last if final else None

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .chunked import in_range, traced
-from .triton_portable import INTERPRETED, clear_outside, portable_backward, portable_forward, portable_plan
+from .chunked import in_range, once_only, traced
+from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
 if not _obstacle:
@@ -40,10 +40,8 @@ def _portable_instead(why): # cached: a reason is logged once
 
 
 @cache
-def fast_kernels_work(
-    device: int, # index of the GPU
-) -> bool: # False sends everything to the portable kernels
-    "Whether the fast kernels may run on a GPU; logs one line if not."
+def fast_kernels_work(device: int) -> bool: # index of the GPU
+    "Whether the fast kernels may run on a GPU, else the portable ones do; logs one line if not."
     why = _obstacle
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
@@ -59,7 +57,7 @@ TRIAL = ( # T, D, N, bounds of packed sequences: several segments; the second al
 
 
 def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case, by the fast kernels and by the portable ones.
+    # Results and gradients of one case by the fast kernels, then by the portable ones.
     new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
     rates = {"s6": (D, N), "s6_timed": (1, T, N)}.get(form)
@@ -76,7 +74,7 @@ def _trial(form, T, D, N, bounds, device):
 
 
 def _disagreement(device):
-    # With an unknown Triton: do fast and portable agree on small cases? None, or the reason why they do not.
+    # Why fast and portable kernels do not agree on small cases, with an unknown Triton; None if they do.
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -136,7 +134,7 @@ def _sizes(k, x, cu_seqlens, direction):
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-017
 def _spacing(checkpoint, N):
-    # Steps between the states kept for the backward, 0 for the kernels' own: a float32 state is 4 N bytes a channel.
+    # Steps between the states kept for the backward, 0 for the kernels' own; a state is 4 N bytes per channel.
     if checkpoint == "small":
         return 4 * max(4, triton.next_power_of_2(N))
     return 0 if checkpoint == "fast" else checkpoint
@@ -186,9 +184,9 @@ def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_s
 
 @_scan.register_fake
 def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels, checked=True):
-    new = lambda *s, like=torch.float32: torch.empty(s, device=x.device, dtype=like)
+    new = _empty(x)
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    results = new(*x.shape, like=x.dtype), new(n, x.shape[2], k.shape[2])
+    results = new(*x.shape, dtype=x.dtype), new(n, x.shape[2], k.shape[2])
     path = scan_path(form, q, k, x, checkpoint_every)
     NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
@@ -249,11 +247,8 @@ def _gradients(ctx, dout, dfinal, _):
 register_autograd(_scan, _gradients, setup_context=_setup)
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-028
-def _refuse(ctx, *grads):
-    raise RuntimeError("longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
-
-
-register_autograd(_scan_backward, _refuse, setup_context=lambda ctx, inputs, output: None)
+once_only(_scan_backward,
+          "longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
 
 # %% ../../nbs/scan/18_triton_op.ipynb #18_triton_op-030
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
@@ -262,8 +257,7 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
     form = form if A is None else "s6" if A.dim() == 2 else "s6_timed"
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    # by name, not `_scan`: where a notebook and the package both define the operation, the last one is valid
-    scan = torch.ops.longhorn_kit.scan.default
+    scan = torch.ops.longhorn_kit.scan.default # by name: see `triton_conv`
     kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]),
                          learns and not torch.compiler.is_exporting(), kernels, cu_seqlens is None or not traced())

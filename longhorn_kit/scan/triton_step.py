@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .triton_conv import changed, unwatched
-from .triton_portable import (
-    INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _last_contiguous, _rate, _sigmoid, on_its_device)
+from longhorn_kit.scan.triton_portable import (
+    INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
+    _stored, on_its_device)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
@@ -56,9 +57,7 @@ def _step_kernel(
     tl.store(out_ptr + batch * D + d, y.to(out_ptr.dtype.element_ty), mask=md)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
-def step_block(
-    B: int, D: int, N: int, # sequences, channels, state coordinates
-) -> int: # channels of a program
+def step_block(B: int, D: int, N: int) -> int: # sequences, channels, state coordinates
     "Channels of a program of one warp: 1024 numbers of the state, fewer where that would leave the GPU empty."
     NP = triton.next_power_of_2(N)
     block = max(1, 1024 // NP)
@@ -71,23 +70,22 @@ def step_block(
 def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
     "One step from `state` to `after` (B,D,N), contiguous, maybe the same tensor: out (B,D)."
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
-    bias, skip, A = (t if t is None else t.contiguous() for t in (bias, skip, A))
+    bias, skip, A = _contiguous(bias, skip, A)
     B, D, N = state.shape
-    out = torch.empty(B, D, device=x.device, dtype=torch.float32 if INTERPRETED else x.dtype)
-    block = step_block(B, D, N)
+    out, block = _empty(x)(B, D, dtype=_stored(x.dtype)), step_block(B, D, N)
     if B * D:
         _step_kernel[(B * _cdiv(D, block),)](
             q, k, x, b, z, A, bias, skip, state, after, out, D, N, _cdiv(D, block),
             q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
             RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, B_SCALAR=b.shape[-1] == 1 and D > 1,
-            HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, HAS_Z=z is not None, num_warps=1)
+            **_has(bias=bias, skip=skip, z=z), num_warps=1)
     return out.to(x.dtype)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
 def _fresh_step(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
                 bias: Tensor | None, skip: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = torch.empty(state.shape, device=x.device, dtype=torch.float32)
+    after = _empty(x)(*state.shape)
     return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after
 
 
@@ -112,14 +110,9 @@ def _(rule, q, k, x, b, A, state, bias, skip, z):
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-016
 def triton_step(
     rule: str, # a key of `RULES`
-    q: Tensor, k: Tensor, # (B,N) query and key
-    x: Tensor, # (B,D) value
-    b: Tensor, # (B,D) or (B,1) logits, of the step size or of Delta
-    A: Tensor | None, # (D,N) for "s6", (B,1,N) for "s6_timed"
-    state: Tensor, # (B,D,N)
-    bias: Tensor | None = None, # (D,) added to the logits
-    skip: Tensor | None = None, # (D,) weight of the skip connection
-    z: Tensor | None = None, # (B,D) gate
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
+    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_timed"; (B,D,N)
+    bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
     inplace: bool = False, # write the next state into `state`
 ):
     "One step on checked arguments, without gradients: out (B,D) in x.dtype, next state (B,D,N), fp32 unless in place."
