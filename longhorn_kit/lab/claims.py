@@ -287,8 +287,8 @@ CLAIMS += [
         name="read-twice", source=THREAD, published="+4.25 points",
         statement="Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.",
         rule="the difference of the two means in the authors' own table is 4.25, rounded",
-        settled=lambda: [settled("mean of the table", twice := mean(recall_gains("read twice")), round(twice, 2) == 4.25,
-                                 "score points", published=4.25)]),
+        settled=lambda: [settled("mean of the table", twice := mean(recall_gains("read twice")),
+                                 round(twice, 2) == 4.25, "score points", published=4.25)]),
     Claim(
         name="fewer-parameters", source=THREAD, published="a gap of order N × D per block",
         statement="Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",
