@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Trunk', 'mean_loss', 'count_parameters', 'Decoder', 'sample_next',
-           'check_generation', 'SequenceLM', 'save_model', 'read_weights', 'check_state', 'load_model', 'official_name',
-           'load_official_state_dict', 'fill_mlp', 'nearest_widths', 'match_parameters']
+           'SequenceLM', 'save_model', 'load_model', 'official_name', 'load_official_state_dict', 'fill_mlp',
+           'nearest_widths', 'match_parameters']
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import json
@@ -26,14 +26,14 @@ from .mixer import build_mixer, check_number, check_size
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @dataclass
 class LMConfig:
-    "All that is needed to build a `SequenceLM`; checked when made, a mistake is a one-line `ValueError`."
+    "What builds a `SequenceLM`; a mistake is a one-line `ValueError`."
     vocab_size: int = 256       # number of tokens
     d_model: int = 128          # width of the residual stream
     n_layer: int = 4            # number of blocks
     mixer: str = "longhorn"     # a key of `MIXERS`
     mixer_options: dict = field(default_factory=dict) # the mixer's own options
-    d_mlp: int = 0              # hidden size of the SwiGLU MLP in every block; 0: no MLP
-    dropout: float = 0.0        # on the embedding and on what every block adds, in training
+    d_mlp: int = 0              # hidden size of every block's SwiGLU MLP; 0: no MLP
+    dropout: float = 0.0        # on the embedding and on what every block adds
     tie_embeddings: bool = True # read out with the embedding matrix
     norm_eps: float = 1e-5      # in every RMSNorm
 
@@ -41,12 +41,12 @@ class LMConfig:
         check_config(self)
 
     def to_dict(self) -> dict:
-        "The fields as a dict that JSON can hold."
+        "Return the fields as a dict for JSON."
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":
-        "The config with these fields; an unknown key is a `ValueError`."
+        "Return the config with these fields; an unknown key is a `ValueError`."
         if not isinstance(values, dict):
             raise ValueError(f"config is {values!r}; expected a dict")
         known = [f.name for f in fields(cls)]
@@ -57,17 +57,16 @@ class LMConfig:
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-008
 def check_config(config):
-    "Raise a one-line `ValueError` for the first field of an `LMConfig` that cannot be."
+    "Raise a `ValueError` for the first wrong field of an `LMConfig`."
     for name in ("vocab_size", "d_model", "n_layer") + (("d_mlp",) if config.d_mlp != 0 else ()):
         check_size(name, getattr(config, name))
     for name in ("dropout", "norm_eps"):
         check_number(name, getattr(config, name), lambda v: 0 <= v <= 1, "from 0 to 1")
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
-        if not isinstance(getattr(config, name), kind):
-            raise ValueError(f"{name} is {getattr(config, name)!r}; expected a {kind.__name__}")
-    options = {str(key): value for key, value in config.mixer_options.items()}
+        if not isinstance(value := getattr(config, name), kind):
+            raise ValueError(f"{name} is {value!r}; expected a {kind.__name__}")
     with torch.device("meta"):
-        build_mixer(config.mixer, config.d_model, **options)
+        build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
@@ -108,7 +107,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
     def rest(self, h, y, train=False):
-        "What follows the mixer's output `y`: the stream, and what is still to be added to it."
+        "Return the stream after the mixer's output `y`, and what is still to be added to it."
         y = F.dropout(y, self.dropout, train)
         if self.mlp is None:
             return h, y
@@ -116,7 +115,7 @@ class Block(nn.Module):
         return h, F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
 
     def forward(self, h, y=None):
-        "The stream (B,T,d_model) after this block; or from a stream and what is to be added to it such a pair again."
+        "Return the stream (B,T,d_model) after this block, or the pair as in `rest` if `y` is still to be added."
         closed = y is None
         h = h if closed else h + y
         h, y = self.rest(h, self.mixer(self.norm(h)), self.training)
@@ -149,14 +148,14 @@ class Trunk(nn.Module):
                 weight /= math.sqrt(len(writers))
 
     def embed(self, tokens, dims=2):
-        "Tokens (B,T), or (B,) with `dims=1`, to vectors in at least float32."
+        "Tokens (B,T), or (B,) with `dims=1`, to float32 or float64 vectors."
         check_tokens(tokens, dims, self.config.vocab_size)
         h = self.embedding(tokens)
         return h.to(torch.promote_types(h.dtype, torch.float32))
 
     @property
     def output_matrix(self):
-        "The matrix (V,d_model) whose products with the last features are the logits."
+        "The matrix (V,d_model) that takes features to logits."
         return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
 
     def read_out(self, h):
@@ -168,18 +167,18 @@ class Trunk(nn.Module):
         h = F.dropout(self.embed(tokens), self.config.dropout, self.training)
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
-        y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # as blocks hand it on: one graph for all
+        y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # one compiled graph for all blocks
         for block in self.blocks:
             h, y = block(h, y)
         return self.norm(h + y)
 
     def forward(self, tokens, targets=None):
-        "Tokens (B,T) to logits (B,T,V); with targets (B,T) to (logits, loss), the loss in nats a token."
+        "Tokens (B,T) to logits (B,T,V); with targets (B,T) to (logits, loss in nats per token)."
         logits = F.linear(self.features(tokens), self.output_matrix)
         return logits if targets is None else (logits, mean_loss(logits, targets))
 
     def num_parameters(self) -> int:
-        "Number of parameters; tied embeddings count once."
+        "Return the number of parameters; tied embeddings count once."
         return sum(parameter.numel() for parameter in self.parameters())
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-021
@@ -187,20 +186,20 @@ def mean_loss(
     logits: Tensor,  # (B,T,V)
     targets: Tensor, # (B,T) the tokens to predict; -100 is left out
 ) -> Tensor:         # scalar, nats per token
-    "Mean cross entropy in float32."
-    if targets.shape != logits.shape[:-1]:
-        expected = tuple(logits.shape[:-1])
+    "Return the mean cross entropy, computed in float32."
+    expected = tuple(logits.shape[:-1])
+    if targets.shape != expected:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {expected} to match tokens")
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten().long())
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_tokens(
-    tokens: Tensor,  # what a model was given
-    dims: int,       # 2 for sequences (B,T), 1 for one token a sequence (B,)
-    vocab_size: int, # number of tokens
+    tokens: Tensor,  # (B,T) or (B,)
+    dims: int,       # 2 or 1
+    vocab_size: int,
 ):
-    "Raise a one-line `ValueError` unless these are tokens; their values are looked at on the CPU only."
+    "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
     if tokens.dim() != dims:
         expected = "(B, T)" if dims == 2 else "(B,)"
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
@@ -212,19 +211,17 @@ def check_tokens(
             raise ValueError(f"tokens has values from {low} to {high}; expected 0 to {vocab_size - 1}")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-026
-def count_parameters(
-    config: LMConfig, # the model to count
-) -> int:             # number of parameters
-    "Parameters of the model that `config` describes, without the memory to hold it."
+def count_parameters(config: LMConfig) -> int:
+    "Return the number of parameters of a model, without the memory to hold it."
     with torch.device("meta"):
         return Trunk(config).num_parameters()
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-031
 class Decoder(Trunk):
-    "A `Trunk` that can go on from what it has read."
+    "A `Trunk` that decodes from a cache."
 
     def empty_cache(self, batch_size, device=None, dtype=None):
-        "One mixer cache a block, before the first token."
+        "One mixer cache per block, before the first token."
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
     def prefill(self, tokens, cache=None, last_only=False):
@@ -256,9 +253,9 @@ def sample_next(
     temperature: float = 1.0,   # 0: the most probable token
     top_k: int | None = None,   # keep the k most probable tokens
     top_p: float | None = None, # keep the smallest set with this probability
-    generator: torch.Generator | None = None, # source of chance; None: torch's global one
+    generator: torch.Generator | None = None,
 ) -> Tensor:                    # (B,) tokens
-    "Draw the next token: temperature first, then top-k, then top-p among what is left."
+    "Draw the next token: temperature, then top-k, then top-p among what is left."
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
@@ -269,7 +266,7 @@ def sample_next(
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-040
 def check_generation(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
-    "Raise a one-line `ValueError` for arguments that `SequenceLM.generate` cannot take."
+    "Raise a `ValueError` for arguments that `SequenceLM.generate` cannot take."
     check_tokens(tokens, 2, vocab_size)
     if tokens.shape[1] == 0:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")
@@ -289,7 +286,7 @@ class SequenceLM(Decoder):
 
     @torch.no_grad()
     def stream(self, tokens, n_new, temperature=1.0, top_k=None, top_p=None, seed=None):
-        "Yield `n_new` tokens (B,), each as soon as it is drawn; arguments as in `generate`."
+        "Yield `n_new` tokens (B,), each when it is drawn; arguments as in `generate`."
         check_generation(tokens, n_new, temperature, top_k, top_p, seed, self.config.vocab_size)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         logits, cache = self.read(tokens)
@@ -301,32 +298,26 @@ class SequenceLM(Decoder):
                 logits, cache = self.step(token, cache)
 
     def generate(self, tokens, n_new, temperature=1.0, top_k=None, top_p=None, seed=None):
-        "Prompt (B,T) to prompt and continuation (B,T+n_new); see `sample_next`; same seed, same tokens."
+        "Prompt (B,T) to prompt and continuation (B,T+n_new), as `sample_next`; same seed, same tokens."
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
         return torch.cat([tokens, torch.stack(new, 1).to(tokens.dtype)], 1) if new else tokens
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-049
-def save_model(
-    model: Trunk, # the model to save
-    folder,       # where; made if it is not there
-):
+def save_model(model: Trunk, folder):
     "Write `model.safetensors` and `config.json`, each whole or not at all."
-    folder, config = Path(folder), json.dumps(model.config.to_dict(), indent=1)
+    path, config = Path(folder) / "model.safetensors", json.dumps(model.config.to_dict(), indent=1)
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     try:
-        with atomic_path(folder / "model.safetensors") as part:
+        with atomic_path(path) as part:
             save_file(state, part, {"format": "pt", "config": config})
     except SafetensorError as error: # hides an OSError
-        raise cannot_write(folder / "model.safetensors", error) from error
-    with atomic_file(folder / "config.json") as file:
+        raise cannot_write(path, error) from error
+    with atomic_file(path.with_name("config.json")) as file:
         file.write(config + "\n")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-052
-def read_weights(
-    path,             # a safetensors file
-    config: LMConfig, # the configuration beside it
-) -> dict:            # name -> tensor
-    "The tensors in a file; a `ValueError` names the file if it is damaged or belongs to another config."
+def read_weights(path, config: LMConfig) -> dict:
+    "Return the tensors of a safetensors file; a `ValueError` names a damaged file or one of another config."
     with open(path, "rb"):
         pass # a file that is missing or not readable is an OSError with its name
     try:
@@ -347,9 +338,9 @@ def read_weights(
 def check_state(
     state: dict,    # name -> tensor
     expected: dict, # name -> tensor of the right shape
-    source,         # what to call `state` in the message
+    source,         # name of `state` in the message
 ):
-    "Raise a one-line `ValueError` for the first tensor that is missing, unknown or of another shape."
+    "Raise a `ValueError` for the first tensor that is missing, unknown or of another shape."
     for name in expected:
         if name not in state:
             raise ValueError(f"{source} lacks {name}")
@@ -357,36 +348,34 @@ def check_state(
         if name not in expected:
             raise ValueError(f"{source} has {name}, which this model does not have")
         if tensor.shape != expected[name].shape:
-            shape, wanted = tuple(tensor.shape), tuple(expected[name].shape)
-            raise ValueError(f"{name} in {source} has shape {shape}; expected {wanted}")
+            wanted = tuple(expected[name].shape)
+            raise ValueError(f"{name} in {source} has shape {tuple(tensor.shape)}; expected {wanted}")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-054
 def load_model(
-    cls,         # `SequenceLM` or a subclass
+    cls,
     folder,      # what `save_model` wrote
-    device=None, # where to put the weights; None: the CPU
-    dtype=None,  # None: as they were saved
+    device=None, # None: the CPU
+    dtype=None,  # None: as saved
 ) -> Trunk:
-    "The model in `folder`, in evaluation mode."
-    folder = Path(folder)
+    "Return the model in `folder`, in evaluation mode."
+    path, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
     try:
-        config = LMConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = LMConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not a model's config: {error}") from error
-    state = read_weights(folder / "model.safetensors", config)
+        raise ValueError(f"{path} is not a model's config: {error}") from error
+    state = read_weights(weights, config)
     with torch.device("meta"):
         model = cls(config)
-    check_state(state, model.state_dict(), folder / "model.safetensors")
+    check_state(state, model.state_dict(), weights)
     model.load_state_dict(state, assign=True)
     return model.to(device=device, dtype=dtype).eval()
 
 SequenceLM.save_pretrained, SequenceLM.from_pretrained = save_model, classmethod(load_model)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-057
-def official_name(
-    name: str, # a parameter of `SequenceLM`
-) -> str:      # the same parameter in the official code
-    "What the official code calls a parameter, without the wrappers' prefixes."
+def official_name(name: str) -> str:
+    "Return the official code's name of a parameter of `SequenceLM`, without wrappers' prefixes."
     if name == "lm_head.weight":
         return name
     name = re.sub(r"^blocks\.", "layers.", re.sub(r"^norm\.", "norm_f.", name))
@@ -394,10 +383,10 @@ def official_name(
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-058
 def load_official_state_dict(
-    state_dict: dict, # name -> tensor, as the official code's Longhorn or Mamba model saves it
+    state_dict: dict, # name -> tensor, of the official Longhorn or Mamba model
     config: LMConfig, # the model to load it into; no MLP
 ) -> dict:            # name -> tensor, for `SequenceLM(config).load_state_dict`
-    "An official state dict in our names; a one-line `ValueError` if a tensor does not fit."
+    "Return an official state dict in our names; a `ValueError` if a tensor does not fit."
     if config.d_mlp or config.mixer not in ("longhorn", "longhorn_exact", "longhorn_decoupled", "mamba"):
         raise ValueError(f"the official code has no {config.mixer} model with d_mlp={config.d_mlp}")
     prefix = re.compile(r"^((_orig_mod|module|transformer)\.)+")
@@ -414,39 +403,33 @@ def load_official_state_dict(
     return {name: state[official_name(name)] for name in ours}
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-062
-def fill_mlp(
-    config: LMConfig, # the model to adapt
-    target: int,      # number of parameters to come near
-) -> LMConfig:
-    "`config` with the `d_mlp` that brings it nearest to `target`; 0 where the rest is already too large."
+def fill_mlp(config: LMConfig, target: int) -> LMConfig:
+    "Return `config` with the `d_mlp` that brings it nearest to `target` parameters; 0 if the rest is too large."
     bare = count_parameters(replace(config, d_mlp=0))
     free = (target - bare) / config.n_layer - config.d_model # an MLP brings a norm and 3 d_model d_mlp
     return replace(config, d_mlp=max(0, round(free / (3 * config.d_model))))
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-063
-def nearest_widths(
-    config: LMConfig, # the model to adapt
-    target: int,      # number of parameters to come near
-) -> list:            # two configs, the narrower one first
-    "`config` with the widest `d_model` that stays below `target`, and with the next one, by bisection."
+def nearest_widths(config: LMConfig, target: int) -> list:
+    "Return `config` with the widest `d_model` that stays below `target` parameters, and with the next one."
     heads = config.mixer_options.get("n_heads", 1)
     unit = 2 * heads if config.mixer == "attention" else 1 # a head needs an even size
+    wide = lambda units: replace(config, d_model=unit * units)
     low, high = 1, 2
-    while count_parameters(replace(config, d_model=unit * high)) < target:
+    while count_parameters(wide(high)) < target:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        small = count_parameters(replace(config, d_model=unit * middle)) < target
-        low, high = (middle, high) if small else (low, middle)
-    return [replace(config, d_model=unit * low), replace(config, d_model=unit * high)]
+        low, high = (middle, high) if count_parameters(wide(middle)) < target else (low, middle)
+    return [wide(low), wide(high)]
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-064
 def match_parameters(
-    config: LMConfig,        # the model to adapt
-    target: int,             # number of parameters to come near
+    config: LMConfig,
+    target: int,
     tolerance: float = 0.01, # largest relative difference
-) -> LMConfig:               # `config`, with another `d_mlp` or `d_model` where needed
-    "A model of the same kind with about `target` parameters; a `ValueError` if none comes near enough."
+) -> LMConfig:               # with another `d_mlp` or `d_model` where needed
+    "Return a model of the same kind with about `target` parameters; a `ValueError` if none comes near."
     check_size("target", target)
     gap = lambda candidate: abs(count_parameters(candidate) / target - 1)
     if gap(config) <= tolerance:

@@ -47,7 +47,7 @@ def vision_scan(
     A_log: Tensor | None, # (D,N) for Mamba
     scan: str,        # a name in `SCANS`
 ) -> Tensor:          # (B,T,D)
-    "The scan called `scan`, with its skip."
+    "Run the scan called `scan`, with its skip."
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
@@ -63,7 +63,7 @@ def vision_conv(
     weight: Tensor, # (D,1,W)
     bias: Tensor,   # (D,)
 ) -> Tensor:        # (B,T,D) contiguous
-    "Causal convolution with SiLU; in plain PyTorch where a model is exported or traced."
+    "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
     plain = torch.compiler.is_exporting() or torch.jit.is_tracing()
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
@@ -81,13 +81,7 @@ def _(q, k, x, b, b_bias, D_skip, A_log, scan):
 class Direction(nn.Module):
     "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
-    def __init__(self,
-        d_inner: int,  # D
-        rank: int,     # of the map to the step sizes
-        d_state: int,  # N
-        d_conv: int,   # width of the convolution
-        scan: str,     # a name in `SCANS`
-    ):
+    def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str):
         super().__init__()
         self.sizes, self.scan = [rank, d_state, d_state], scan
         self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1)
@@ -119,13 +113,7 @@ class Direction(nn.Module):
 class TwoWayMixer(nn.Module):
     "A block's mixer, equation (2): (B,T,d_model) -> (B,T,d_model), every token seeing all others."
 
-    def __init__(self,
-        d_model: int,      # width of the residual stream
-        scan: str = "longhorn", # a name in `SCANS`
-        d_state: int = 16, # N
-        d_conv: int = 4,   # width of the convolutions
-        expand: int = 2,   # d_inner / d_model
-    ):
+    def __init__(self, d_model: int, scan: str = "longhorn", d_state: int = 16, d_conv: int = 4, expand: int = 2):
         super().__init__()
         if scan not in SCANS:
             raise ValueError(f"scan is {scan!r}; expected one of {', '.join(SCANS)}")
@@ -142,13 +130,9 @@ class TwoWayMixer(nn.Module):
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-020
 class VimBlock(nn.Module):
-    "Pre-norm residual block: (B,T,d_model) -> (B,T,d_model)."
+    "Pre-norm residual block (B,T,d_model) -> (B,T,d_model); `drop_path` is the chance that an image skips it."
 
-    def __init__(self,
-        d_model: int,           # width of the residual stream
-        drop_path: float = 0.0, # chance that an image skips the block in training
-        **options,              # of `TwoWayMixer`
-    ):
+    def __init__(self, d_model: int, drop_path: float = 0.0, **options): # of `TwoWayMixer`
         super().__init__()
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
         self.mixer = TwoWayMixer(d_model, **options)
@@ -158,17 +142,13 @@ class VimBlock(nn.Module):
         return h + self.drop_path(self.mixer(self.norm(h)))
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-022
-def put_middle(
-    x: Tensor, # (B,1+L,C), class token first
-) -> Tensor:   # (B,1+L,C)
-    "The sequence of equation (3)."
+def put_middle(x: Tensor) -> Tensor: # (B,1+L,C), class token first
+    "Return the sequence of equation (3)."
     middle = (x.shape[1] - 1) // 2
     return torch.cat([x[:, 1:middle + 1], x[:, :1], x[:, middle + 1:]], 1)
 
-def put_first(
-    x: Tensor, # (B,1+L,C), class token in the middle
-) -> Tensor:   # (B,1+L,C)
-    "The class token in front again: the inverse of `put_middle`."
+def put_first(x: Tensor) -> Tensor: # (B,1+L,C), class token in the middle
+    "Undo `put_middle`."
     middle = (x.shape[1] - 1) // 2
     return torch.cat([x[:, middle:middle + 1], x[:, :middle], x[:, middle + 1:]], 1)
 
@@ -178,8 +158,7 @@ class VisionBase(nn.Module):
 
     def _embed(self, img_size, patch_size, in_chans, dim, class_token, dynamic, pad):
         flexible = dict(strict_img_size=False, output_fmt="NHWC") if dynamic else {}
-        self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, dim, dynamic_img_pad=pad, **flexible)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, dim, dynamic_img_pad=pad, **flexible)
         self.num_prefix_tokens, self.num_reg_tokens = int(class_token), 0
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         length = self.patch_embed.num_patches + self.num_prefix_tokens
@@ -266,7 +245,7 @@ class VisionTools(VisionBase):
 
     @torch.jit.ignore
     def set_input_size(self, img_size=None, patch_size=None):
-        "Make the model one for another image or patch size; positions and filters are resampled."
+        "Change the image or patch size; positions and filters are resampled."
         before = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         if self.patch_embed.grid_size != before:
@@ -276,7 +255,7 @@ class VisionTools(VisionBase):
 
     @torch.jit.ignore
     def prune_intermediate_layers(self, indices=1, prune_norm=False, prune_head=True):
-        "Drop the blocks after the last one asked for; returns the indices that stay."
+        "Drop the blocks after the last in `indices`; return the indices that stay."
         keep, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[:last + 1]
         self.norm = nn.Identity() if prune_norm else self.norm
@@ -291,13 +270,10 @@ class VisionLonghorn(VisionTools):
     dynamic_img_size: torch.jit.Final[bool]
 
     def __init__(self,
-        img_size: int | tuple = 224,  # H and W
-        patch_size: int = 16,         # P
-        in_chans: int = 3,            # channels of an image
+        img_size: int | tuple = 224, patch_size: int = 16, in_chans: int = 3,
         num_classes: int = 1000,      # 0: no classifier
         global_pool: str = "token",   # a name in `POOLS`
-        embed_dim: int = 192,         # width of the residual stream
-        depth: int = 24,              # blocks
+        embed_dim: int = 192, depth: int = 24,
         scan: str = "longhorn",       # a name in `SCANS`
         d_state: int = 16,            # N
         class_token: bool = True,     # needed by global_pool="token"
@@ -315,10 +291,9 @@ class VisionLonghorn(VisionTools):
         self._embed(img_size, patch_size, in_chans, embed_dim, class_token, dynamic_img_size, dynamic_img_pad)
         self._check_pool(global_pool)
         rates = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
-        self.blocks = nn.Sequential(
-            *(VimBlock(embed_dim, rate, scan=scan, d_state=d_state) for rate in rates))
-        self.feature_info = [
-            dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
+        self.blocks = nn.Sequential(*(VimBlock(embed_dim, rate, scan=scan, d_state=d_state) for rate in rates))
+        info = dict(num_chs=embed_dim, reduction=patch_size)
+        self.feature_info = [dict(module=f"blocks.{i}", **info) for i in range(depth)]
         late = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
         norm = nn.RMSNorm(embed_dim, eps=1e-5)
         self.norm, self.fc_norm = (nn.Identity(), norm) if late else (norm, nn.Identity())
@@ -351,7 +326,7 @@ class VisionLonghorn(VisionTools):
     @torch.jit.ignore
     def forward_intermediates(self, x, indices=None, return_prefix_tokens=False, norm=False,
                               stop_early=False, output_fmt="NCHW", intermediates_only=False, output_dict=False):
-        "Features after the blocks in `indices` (None: all, an int: the last so many), and the last features."
+        "Return features after the blocks in `indices` (None: all, an int: the last ones), and the last features."
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; expected NCHW or NLC")
         take, last = feature_take_indices(len(self.blocks), indices)
@@ -396,11 +371,8 @@ default_cfgs = generate_default_cfgs({
     for scan in SCANS for size in SIZES})
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-038
-def checkpoint_filter_fn(
-    state_dict, # a checkpoint: weights, or a dict that holds them
-    model,      # that will load them
-):
-    "The weights, with positions and filters resampled to the model's image and patch size."
+def checkpoint_filter_fn(state_dict, model):
+    "Return a checkpoint's weights, with positions and filters resampled to the model's image and patch size."
     state_dict = state_dict.get("state_dict", state_dict.get("model", state_dict))
     pos = state_dict.get("pos_embed")
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
@@ -412,14 +384,9 @@ def checkpoint_filter_fn(
     return state_dict
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-040
-def register_vim(
-    name: str, # under which timm will know the model
-):
+def register_vim(name: str):
     "Make `timm.create_model(name)` work."
-    def build(
-        pretrained=False,  # load weights from `pretrained_cfg_overlay=dict(file=...)`
-        **options,         # of `VisionLonghorn` or of timm's builder
-    ):
+    def build(pretrained=False, **options): # of `VisionLonghorn` or of timm's builder
         scan, size = name.split("_vim_")
         if pretrained and not (options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")):
             raise ValueError(f"{name} has no published weights; train it, or give "
@@ -455,9 +422,9 @@ def _module_adds(module, inputs):
 
 @torch.no_grad()
 def multiply_adds(
-    model: nn.Module, # a Vim of this module, or one of timm's plain vision transformers
+    model: nn.Module, # a Vim or a plain vision transformer of timm
 ) -> int:
-    "Multiply-adds of one image of the model's own size."
+    "Count the multiply-adds of one image of the model's size."
     total = []
     note = lambda module, inputs, output: total.append(_module_adds(module, inputs))
     hooks = [module.register_forward_hook(note) for module in model.modules()]

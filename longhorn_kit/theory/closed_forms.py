@@ -15,7 +15,7 @@ def effective_rate(
     k: Tensor,    # (...,N) key
     beta: Tensor, # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:      # (...,D) or (...,1) rate eps
-    "The rate of the implicit step, `beta / (1 + beta |k|^2)`; for logits `effective_rate_from_logits`."
+    "Return the implicit step's rate, `beta / (1 + beta |k|^2)`."
     return beta / (1 + beta * k.square().sum(-1, keepdim=True))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-014
@@ -36,7 +36,7 @@ def exact_step(
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:      # (...,D,N) next state
-    "The minimiser of `|S_next - S|^2 + |S_next k - x|^2_beta` over `S_next`: Longhorn's exact update."
+    "Minimise `|S_next - S|^2 + |S_next k - x|^2_beta`: Longhorn's exact update."
     return explicit_step(S, k, x, effective_rate(k, beta))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-030
@@ -46,7 +46,7 @@ def diagonal_step(
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:      # (...,D,N) next state
-    "The exact step with `k k^T` replaced by its diagonal (the paper's layer)."
+    "Replace `k k^T` of the exact step by its diagonal (the paper's layer)."
     rate, key = effective_rate(k, beta)[..., None], k[..., None, :]
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
@@ -57,7 +57,7 @@ def decoupled_step(
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:      # (...,D,N) next state
-    "One small proximal problem a coordinate: rate `beta / (1 + beta k_n^2)` instead of a shared one."
+    "Solve one proximal problem per coordinate, at rate `beta / (1 + beta k_n^2)`."
     step, key = (beta * torch.ones_like(x))[..., None], k[..., None, :]
     rate = step / (1 + step * key.square())
     return (1 - rate * key.square()) * S + rate * x[..., None] * key

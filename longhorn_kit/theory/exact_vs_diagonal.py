@@ -17,21 +17,21 @@ from .closed_forms import decoupled_step, diagonal_step, exact_step, explicit_st
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-017
 def transition_matrix(
-    step: Callable,     # update `step(S, k, x, beta) -> S`
+    step: Callable,     # step(S, k, x, beta) -> S
     k: Tensor,          # (...,N) key
-    beta: float = 1.0,  # step size
+    beta: float = 1.0,
 ) -> Tensor:            # (...,N,N) transition A of `s <- A s + b`
-    "The matrix `A` by which `step` multiplies the old state, from the right: `S A`."
+    "Return the matrix `A` by which `step` multiplies the old state: `S A`."
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape, k.shape[-1])
     return step(identity, k, torch.zeros_like(k), torch.full_like(k[..., :1], beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-022
 def transition_eigenvalues(
-    step: Callable,     # update `step(S, k, x, beta) -> S`
+    step: Callable,     # step(S, k, x, beta) -> S
     k: Tensor,          # (...,N) key
-    beta: float = 1.0,  # step size
+    beta: float = 1.0,
 ) -> Tensor:            # (...,N) eigenvalues in ascending order
-    "Eigenvalues of the step's transition (symmetric for every step of this module)."
+    "Return the eigenvalues of the step's (symmetric) transition."
     return torch.linalg.eigvalsh(transition_matrix(step, k, beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-030
@@ -42,7 +42,7 @@ def run_stream(
     beta: float | Tensor = 1.0, # step size: a number, (D,), (...,T,D) or (...,T,1)
     initial_state: Tensor | None = None, # (...,D,N) state before the first pair; zeros if None
 ) -> Tensor:              # (...,T+1,D,N) the state before the first pair, then after each
-    "All states of an update along a stream of pairs."
+    "Return all states of an update along a stream."
     S = values.new_zeros(*values.shape[:-2], values.shape[-1], keys.shape[-1])
     S = S if initial_state is None else initial_state.expand_as(S)
     beta = torch.as_tensor(beta).to(values)
@@ -59,7 +59,7 @@ def recall_matrix(
     beta: float = 1.0, # step size
     passes: int = 1,   # how many times the whole list is written
 ) -> Tensor:           # (...,P,P) entry (i,j): the share of value j in the answer to key i
-    "What each key recalls after writing all pairs, as a mixture of the values; the identity is perfect."
+    "Return what each key recalls after all writes, as a mixture of the values; the identity is perfect."
     pairs, state_size = keys.shape[-2:]
     values = torch.eye(pairs, dtype=keys.dtype, device=keys.device)
     S = keys.new_zeros(*keys.shape[:-2], pairs, state_size)
@@ -70,11 +70,11 @@ def recall_matrix(
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-048
 class Learner(NamedTuple):
     "An update and whether it wants keys of length one."
-    step: Callable    # update `step(S, k, x, beta) -> S`
-    unit_keys: bool   # divide keys by their length before writing and reading
+    step: Callable  # step(S, k, x, beta) -> S
+    unit_keys: bool
 
     def prepare(self, keys: Tensor) -> Tensor:
-        "The keys (...,N) as this learner writes and reads them."
+        "Return keys (...,N) as this learner uses them."
         return normalize(keys, dim=-1) if self.unit_keys else keys
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-047
@@ -84,7 +84,7 @@ def linear_attention_step(
     x: Tensor,    # (...,D) value
     beta: float | Tensor = 1.0, # step size: a number, or (...,D) or (...,1)
 ) -> Tensor:      # (...,D,N) next state
-    "The state with the pair added, `S + beta x k^T`; nothing is ever erased."
+    "Add the pair, `S + beta x k^T`."
     return S + (beta * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-049
@@ -96,12 +96,12 @@ LEARNERS = {
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-050
 def correlated_keys(
-    cosine: float | Tensor, # cosine between the two keys: a number, or (draws,)
-    draws: int,             # how many pairs of keys
+    cosine: float | Tensor, # a number, or (draws,)
+    draws: int,
     state_size: int,        # N
-    generator: torch.Generator | None = None, # source of randomness
+    generator: torch.Generator | None = None,
 ) -> Tensor:                # (draws,2,N) pairs of keys of squared length N
-    "Random dense keys in pairs with a given cosine."
+    "Draw dense keys in pairs with a given cosine."
     a, b = normalize(torch.randn(2, draws, state_size, generator=generator), dim=-1)
     b = normalize(b - (a * b).sum(-1, keepdim=True) * a, dim=-1)
     cosine = torch.as_tensor(cosine, dtype=a.dtype).expand(draws)[:, None]
@@ -111,8 +111,8 @@ def correlated_keys(
 def recall_error(
     matrices: Tensor,            # (...,P,P) recall matrices, see `recall_matrix`
     scale: float | Tensor = 1.0, # factor on the read-out
-) -> Tensor:                     # (...) relative squared error: 0 is perfect, 1 is what an empty memory has
-    "The expected relative squared error of recall for independent values of equal variance."
+) -> Tensor:                     # (...) 0 is perfect, 1 is an empty memory
+    "Return the expected relative squared error of recall for independent values of equal variance."
     pairs = matrices.shape[-1]
     identity = torch.eye(pairs, dtype=matrices.dtype, device=matrices.device)
     return (scale * matrices - identity).square().sum((-2, -1)) / pairs
@@ -121,16 +121,16 @@ def recall_error(
 def best_scale(
     matrices: Tensor, # (draws,P,P) recall matrices, see `recall_matrix`
 ) -> Tensor:          # () factor
-    "The one factor on the read-out that makes the mean of `recall_error` over all draws smallest."
+    "Return the factor on the read-out that minimises the mean `recall_error`."
     return matrices.diagonal(dim1=-2, dim2=-1).sum() / matrices.square().sum()
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-067
 def random_keys(
-    draws: int,      # how many lists of keys
+    draws: int,
     pairs: int,      # P
     state_size: int, # N
-    generator: torch.Generator | None = None, # source of randomness
+    generator: torch.Generator | None = None,
 ) -> Tensor:         # (draws,P,N) keys of squared length N
-    "Keys in independent random directions, of squared length N, so that each coordinate has variance 1."
+    "Draw keys in independent directions; each coordinate has variance 1."
     directions = torch.randn(draws, pairs, state_size, generator=generator)
     return state_size**0.5 * normalize(directions, dim=-1)

@@ -42,8 +42,8 @@ SYMBOLS = {symbol.name: symbol for symbol in (
 )}
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-019
-def symbol_table() -> str: # Markdown
-    "The symbol table as Markdown, a line for every symbol."
+def symbol_table() -> str:
+    "Return the symbol table as Markdown."
     rows = ["| code | formula | shape | meaning | paper | official code |", "|---" * 6 + "|"]
     for s in SYMBOLS.values():
         paper = f"${s.paper}$" if s.paper else "–"
@@ -57,7 +57,7 @@ def shape_of(
     name: str,   # a key of `SYMBOLS`
     **sizes: int, # B, T, D, N as needed
 ) -> tuple[int, ...]:
-    "The shape of a symbol at given sizes; `()` for a size itself."
+    "Return the shape of a symbol at given sizes; `()` for a size."
     if name not in SYMBOLS:
         raise ValueError(f"no symbol {name!r}; known: {', '.join(SYMBOLS)}")
     shape = SYMBOLS[name].shape
@@ -70,7 +70,7 @@ def shape_of(
 def swap_layout(
     t: Tensor, # (B,T,C) ours, or (B,C,L) official
 ) -> Tensor:   # (B,C,L) or (B,T,C)
-    "The other layout of a sequence: time and channels change places, in fresh contiguous memory."
+    "Swap time and channels, in fresh contiguous memory."
     if t.dim() != 3: raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()
 
@@ -92,10 +92,9 @@ def to_official(
     D_skip: Tensor | None=None,  # (D,)
     z: Tensor | None=None,       # (B,T,D) gate
 ) -> dict[str, Tensor | None]:   # u, q, k, dt, D, t_bias, z, in the official order
-    "The arguments of `longhorn_scan` in the official code's names, order and layout."
+    "Return `longhorn_scan`'s arguments in the official names, order and layout."
     if q.dim() != 3 or x.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; "
-                         "expected (B,T,N) and (B,T,D)")
+        raise ValueError(f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)")
     B, T, D = x.shape
     rate = (B, T, 1) if b.shape[-1:] == (1,) else x.shape
     _expect(q=(q, (B, T, q.shape[-1]), "x"), k=(k, q.shape, "q"), b=(b, rate, "x"),
@@ -113,10 +112,9 @@ def from_official(
     t_bias: Tensor | None=None,  # (D,)
     z: Tensor | None=None,       # (B,D,L) gate
 ) -> dict[str, Tensor | None]:   # q, k, x, b, b_bias, D_skip, z, in the kit's order
-    "The official scan's arguments in the kit's names, order and layout: undoes `to_official`."
+    "Undo `to_official`."
     if q.dim() != 3 or u.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; "
-                         "expected (B,N,L) and (B,D,L)")
+        raise ValueError(f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)")
     B, channels, L = u.shape
     _expect(q=(q, (B, q.shape[1], L), "u"), k=(k, q.shape, "q"), dt=(dt, u.shape, "u"),
             z=(z, u.shape, "u"), t_bias=(t_bias, (channels,), "u"), D=(D, (channels,), "u"))

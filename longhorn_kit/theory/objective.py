@@ -18,7 +18,7 @@ def proximity(
     S: Tensor,      # (...,D,N) candidate state
     S_prev: Tensor, # (...,D,N) previous state
 ) -> Tensor:        # (...) distance
-    "The squared distance moved, `|S - S_prev|^2` (Frobenius norm)."
+    "Return the squared distance moved, `|S - S_prev|^2` (Frobenius norm)."
     return (S - S_prev).square().sum((-2, -1))
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-013
@@ -28,16 +28,15 @@ def recall_loss(
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D) or (...,1) weight of each channel
 ) -> Tensor:      # (...) loss
-    "The squared error of the answer `S k`, `|S k - x|^2` with channel d weighted by `beta[d]`."
-    answer = (S * k[..., None, :]).sum(-1)
-    return (beta * (answer - x).square()).sum(-1)
+    "Return the squared error `|S k - x|^2` with channel d weighted by `beta[d]`."
+    return (beta * ((S * k[..., None, :]).sum(-1) - x).square()).sum(-1)
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-018
 def gradient_of(
     f: Callable, # f(S) -> (...) one value for each problem of a batch
     S: Tensor,   # (...,D,N) point
 ) -> Tensor:     # (...,D,N) gradient
-    "The gradient of `f` at `S` by automatic differentiation, detached."
+    "Return the gradient of `f` at `S` by autograd, detached."
     with torch.enable_grad():
         S = S.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(f(S).sum(), S)
@@ -51,7 +50,7 @@ def implicit_gradient(
     x: Tensor,      # (...,D) value
     beta: Tensor,   # (...,D) or (...,1) weight of each channel
 ) -> Tensor:        # (...,D,N) gradient
-    "The gradient of `proximity + recall_loss` with respect to `S`, by formula."
+    "Return the gradient of `proximity + recall_loss` in `S`, by formula."
     residual = (S * k[..., None, :]).sum(-1) - x
     return 2 * (S - S_prev) + 2 * (beta * residual)[..., None] * k[..., None, :]
 
@@ -60,7 +59,7 @@ def minimise_quadratic(
     f: Callable, # f(S) -> (...) quadratic in S; S may carry one more leading dimension
     S: Tensor,   # (...,D,N) any point: gives shape and dtype
 ) -> Tensor:     # (...,D,N) minimiser
-    "The minimiser of a quadratic `f` by one dense solve; ValueError if there is none or `f` is another kind."
+    "Return the minimiser of a quadratic `f` by one dense solve; ValueError without one."
     M, lead = S.shape[-2:].numel(), [1] * (S.dim() - 2)
     units = torch.eye(M, dtype=S.dtype).view(M, *lead, *S.shape[-2:]).expand(M, *S.shape)
     g = gradient_of(f, torch.cat([torch.zeros_like(S)[None], units])).flatten(-2)  # (M+1,...,M)
@@ -75,12 +74,12 @@ def minimise_quadratic(
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-026
 def minimise_descent(
-    f: Callable,             # f(S) -> (...) smooth and convex, one value for each problem
-    S: Tensor,               # (...,D,N) starting point
-    tolerance: float=1e-10,  # largest gradient entry at the end, relative to the largest at the start
+    f: Callable,            # f(S) -> (...) smooth and convex, one value for each problem
+    S: Tensor,              # (...,D,N) starting point
+    tolerance: float=1e-10, # largest gradient entry at the end, relative to the start
     max_steps: int=5000,
-) -> Tensor:                 # (...,D,N) minimiser
-    "The minimiser of `f` by Barzilai-Borwein gradient descent; RuntimeError if the gradient stays."
+) -> Tensor:                # (...,D,N) minimiser
+    "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if the gradient stays."
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * g.abs().max().item()
     for n in range(max_steps):
@@ -95,15 +94,12 @@ def minimise_descent(
     raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-028
-def _names(
-    term: Callable, # a distance or a loss
-) -> list[str]:
-    "The names of the arguments that `term` asks for."
+def _names(term: Callable) -> list[str]:
     return list(inspect.signature(term).parameters)
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-029
 def _check_sizes(S, k, x):
-    "ValueError unless key and value have the sizes of the state's rows and columns."
+    "Check that key and value fit the state's columns and rows."
     if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
         raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
                          f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
@@ -111,7 +107,7 @@ def _check_sizes(S, k, x):
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-030
 class Objective:
-    "A distance plus a loss: what one step of a sequence layer minimises over its next state S."
+    "A distance plus a loss, which one step of a layer minimises over its next state S."
     def __init__(
         self,
         distance: Callable, # distance(S, S_prev, ...) -> (...), e.g. `proximity`
@@ -134,12 +130,12 @@ class Objective:
         return ask(self.distance) + ask(self.loss)
 
     def gradient(self, S, S_prev, k, x, **params) -> Tensor:
-        "The gradient (...,D,N) with respect to `S`, by automatic differentiation."
+        "Return the gradient (...,D,N) in `S`, by autograd."
         f = lambda S: self(S, S_prev, k, x, **params)
         return gradient_of(f, S.expand(*f(S).shape, *S.shape[-2:]))
 
     def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
-        "The minimiser (...,D,N) in float64, by a dense solve or (method='descend') by descent."
+        "Return the minimiser (...,D,N) in float64, by a dense solve or (method='descend') descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
             raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
@@ -159,7 +155,7 @@ def tangent_loss(
     x: Tensor,      # (...,D) value
     beta: Tensor,   # (...,D) or (...,1) weight of each channel
 ) -> Tensor:        # (...) loss
-    "`recall_loss` replaced by its tangent plane at the previous state."
+    "Return `recall_loss`'s tangent plane at the previous state."
     slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev)
     return recall_loss(S_prev, k, x, beta) + (slope * (S - S_prev)).sum((-2, -1))
 
@@ -174,7 +170,7 @@ def trajectory(
     x: Tensor,      # (T,...,D) values
     **params,       # the same at every step, e.g. beta
 ) -> Tensor:        # (T+1,...,D,N) states, the initial one first
-    "The states that a step rule visits on a stream of (key, value) pairs."
+    "Return the states that a step rule visits on a stream of pairs."
     states = [S]
     for k_t, x_t in zip(k, x):
         states.append(step(states[-1], k_t, x_t, **params))

@@ -25,8 +25,8 @@ def fading(
     S: Tensor,         # (...,D,N) candidate state
     S_prev: Tensor,    # (...,D,N) previous state
     a: float | Tensor, # gates in (0,1], broadcast to (...,D,N)
-) -> Tensor:           # (...) distance
-    "The distance of the gated family, `|S - S_prev|_a^2 + |S|_{1-a}^2`: near the old state, or near zero."
+) -> Tensor:           # (...)
+    "Return the gated family's distance, `|S - S_prev|_a^2 + |S|_{1-a}^2`."
     return (a * (S - S_prev).square() + (1 - a) * S.square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-008
@@ -36,7 +36,7 @@ def reward(
     x: Tensor,         # (...,D) value
     c: float | Tensor, # write strength: a number, or (...,D)
 ) -> Tensor:           # (...) loss
-    "The loss of the gated family, `-2 <S k, c x>`: linear, so never satisfied."
+    "Return the gated family's loss, `-2 <S k, c x>`."
     return -2 * ((S * k[..., None, :]).sum(-1) * c * x).sum(-1)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-009
@@ -119,17 +119,16 @@ def ttt_linear_step(
     eta: float | Tensor, # learning rate
 ) -> Tensor:             # (...,D,N) state after the batch
     "TTT-Linear's core: `S - eta G`, G the gradient of `sum_i |S k_i - x_i|^2 / 2` at the old state."
-    residual = k @ S.mT - x
-    return S - eta * residual.mT @ k
+    return S - eta * (k @ S.mT - x).mT @ k
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-037
 def separate_recall_loss(
-    S: Tensor,    # (...,D,N) candidate state
+    S: Tensor,    # (...,D,N) state
     k: Tensor,    # (...,N) key
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D,N) or (...,D,1) weight of each coordinate
 ) -> Tensor:      # (...) loss
-    "The squared error when every state coordinate must give the whole answer by itself."
+    "Return the squared error when every state coordinate must give the whole answer."
     return (beta * (S * k[..., None, :] - x[..., None]).square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-038
@@ -140,7 +139,7 @@ def discounted_weight(
     k: Tensor,    # (...,N) key
     beta: Tensor, # (...,D) or (...,1) step size
 ) -> Tensor:      # (...,D,N) or (...,1,N) weight of each coordinate
-    "The weights for which the diagonal form minimises `SEPARATE`, equation (5)."
+    "Return the weights for which the diagonal form minimises `SEPARATE`, equation (5)."
     others = k.square().sum(-1, keepdim=True) - k.square()
     return beta[..., None] / (1 + beta[..., None] * others[..., None, :])
 
@@ -151,7 +150,7 @@ def _unit(keys): return normalize(keys, dim=-1)
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-045
 @dataclass(frozen=True)
 class Layer:
-    "One row of the zoo: what a layer minimises, how it updates its state, and who published it."
+    "One row of the zoo: what a layer minimises, its update, and who published it."
     name: str        # as its authors call it
     family: str      # "adds", "fades", "explicit" or "implicit"
     objective: str   # LaTeX
@@ -172,12 +171,9 @@ class Layer:
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-046
 def draw_gates(
-    layer: Layer, # a row of `ZOO`
-    D: int,       # channels
-    N: int,       # state size
-    generator: torch.Generator | None = None, # source of randomness
-) -> dict:        # parameter name -> tensor, for `layer.step`
-    "Random parameters for a layer, uniform in the range in which the layer uses them; `kappa` has length one."
+    layer: Layer, D: int, N: int, generator: torch.Generator | None = None,
+) -> dict: # parameter name -> tensor, for `layer.step`
+    "Draw a layer's parameters, uniform in the range in which it uses them; `kappa` has length one."
     sizes = {"D": D, "N": N}
     def draw(low, high, shape):
         return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
@@ -308,12 +304,10 @@ ZOO = {layer.name: layer
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-065
 def verify(
-    layer: Layer,         # a row of `ZOO`
-    trials: int = 10,     # random problems
-    seed: int = 0,        # of the random problems
-    shape: tuple = (3, 4),# (D,N) of the state
-) -> float:               # largest absolute difference
-    "How far the layer's closed form is from its oracle, over random problems in float64."
+    layer: Layer, trials: int = 10, seed: int = 0,
+    shape: tuple = (3, 4), # (D,N) of the state
+) -> float:
+    "Return the largest difference between a layer's closed form and its oracle, over random float64 problems."
     generator, (D, N), differences = torch.Generator().manual_seed(seed), shape, []
     for _ in range(trials):
         k, x = torch.randn(layer.batch, N + D, generator=generator, dtype=torch.float64).split([N, D], -1)
@@ -331,10 +325,8 @@ FAMILIES = {
 }
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-072
-def zoo_markdown(
-    layers=None, # rows, `ZOO.values()` if None
-) -> str:        # a Markdown table
-    "The zoo as a Markdown table with links to the papers."
+def zoo_markdown(layers=None) -> str:
+    "Return rows (None: the whole zoo) as a Markdown table with links to the papers."
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in layer.arxiv)
