@@ -88,7 +88,8 @@ def vision(record):
     results = results | {name: results.get(name, {}) for name in ("speeds", "memories")}
     recipe = {"min_lr_ratio" if name == "lr_final" else name: value for name, value in settings.pop("fit").items() if name != "seed"}
     later = {"measured_again": results.pop("measured_again")} if "measured_again" in results else {}
-    return renamed(record) | {"settings": settings | recipe, "results": results, **later}
+    made = {"commit": [record["environment"]["commit"]], "device": [record["environment"]["gpu"] or "cpu"]}
+    return renamed(record) | {"settings": settings | recipe, "results": results, "missing": 0, "made": made, **later}
 
 
 MQAR = ("length", "pairs", "rewritten", "guess", "d_model", "mixer", "options", "lr", "by_lr", "accuracy", "tests", "steps",
