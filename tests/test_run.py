@@ -111,8 +111,13 @@ def driver(folder, launcher="local", **variables):
 def processes_in(folder):
     "Processes of this machine that name a folder in their command line or work for one that does."
     import psutil
+    def tree(parent):
+        try:
+            return [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess: # it has just ended
+            return []
     found = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
-    return list({p.pid: p for parent in found for p in (parent, *parent.children(recursive=True))}.values())
+    return list({p.pid: p for parent in found for p in tree(parent)}.values())
 
 
 def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path):
