@@ -178,7 +178,8 @@ class Processes:
         kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self.context, self.workers, self.gpus, self.started = multiprocessing.get_context(kind), workers, gpus, 0
         if kind == "forkserver":
-            self.context.set_forkserver_preload(["torch", preload])
+            # the first step of an optimizer imports torch._dynamo, for seconds
+            self.context.set_forkserver_preload(["torch", "torch._dynamo", preload])
 
     def submit(self, function, *arguments):
         self.started += 1
