@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
-           'value_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim', 'finished_records',
-           'noted_failure', 'Reproduce', 'known', 'TrainLM', 'TrainVision', 'parse', 'fail', 'several_processes',
-           'agreed', 'main']
+           'value_of', 'count_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim',
+           'finished_records', 'noted_failure', 'Reproduce', 'known', 'TrainLM', 'TrainVision', 'parse', 'fail',
+           'several_processes', 'agreed', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Generic, Literal, TypeVar, Union
 
@@ -66,6 +66,11 @@ def value_of(flag: str, argv: list[str], default: str = "") -> str:
     "Return what was typed last behind a flag."
     words = [word for typed in argv for word in typed.split("=", 1)]
     return next((value for name, value in zip(words[-2::-1], words[:0:-1]) if name == flag), default)
+
+def count_of(name: str, argv: list[str]) -> dict:
+    "Return the count that was typed behind a flag, by its name; {} for anything else, which tyro refuses."
+    typed = value_of(f"--{name}", argv)
+    return {name: int(typed)} if typed.isdigit() and int(typed) else {}
 
 def changed(settings, preset) -> dict:
     "Return the settings that are not those of the preset."
@@ -141,13 +146,14 @@ def run_claim(claim: Claim, options, out: Path) -> None:
     folder = out / claim.name / (options.scale + ".trial" * trial)
     if options.fresh and set_aside(folder):
         print(f"  the earlier run is now {folder}.previous")
-    if finished(experiment, folder, experiment.config(options.scale, **overrides)):
+    if record := finished(experiment, folder, experiment.config(options.scale, **overrides)):
         print(f"  already finished in {folder}, not run again (--fresh does)", flush=True)
-    elif folder.exists():
-        print(f"  resuming {folder}", flush=True)
-    cluster = dict(option.split("=", 1) for option in options.slurm)
-    record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
-                 **overrides)
+    else:
+        if folder.exists():
+            print(f"  resuming {folder}", flush=True)
+        cluster = dict(option.split("=", 1) for option in options.slurm)
+        record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
+                     **overrides)
     for pair in read_outcomes(claim, record):
         label, paper, here, n, verdict = cells(Row(claim, *pair))
         print(f"  {label}: {here}, n = {n}, {verdict}")
@@ -288,8 +294,7 @@ class TrainLM(Generic[S]):
         if not (name := value_of("--preset", argv)):
             return None
         known("preset", name, LM_PRESETS)
-        steps = value_of("--steps", argv)
-        return override(LM_PRESETS[name], **({"steps": int(steps)} if steps.isdigit() and int(steps) else {}))
+        return override(LM_PRESETS[name], **count_of("steps", argv))
 
     def __call__(self):
         train_from(self)
@@ -307,14 +312,11 @@ class TrainVision(Generic[S]):
     @staticmethod
     def settings_of(argv: list[str]):
         "Return the settings of the preset that is named."
-        from longhorn_kit.lab.vision_training import VISION_PRESETS
+        from longhorn_kit.lab.vision_training import VISION_PRESETS, override
         if not (name := value_of("--preset", argv)):
             return None
         known("preset", name, VISION_PRESETS)
-        config, epochs = VISION_PRESETS[name].config, value_of("--epochs", argv)
-        if not epochs.isdigit() or int(epochs) < 1:
-            return config
-        return replace(config, epochs=int(epochs), warmup_epochs=min(config.warmup_epochs, int(epochs)))
+        return override(VISION_PRESETS[name].config, **count_of("epochs", argv))
 
     def __call__(self):
         from longhorn_kit.lab.language import is_main_process

@@ -267,12 +267,14 @@ def read_record(path: str | Path) -> dict:
     remedy = "restore the file, or delete it and run its command again"
     try:
         record = read_json(path)
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} is not a record")
         if record["sha256"] != digest_of(record):
             raise ValueError(f"{path} is damaged: its contents do not have its SHA-256")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{error if isinstance(error, ValueError) else f'{path} is not a record'}; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from None
     return readable(record)
 
 # %% ../nbs/lab/29_records.ipynb #29_records-032

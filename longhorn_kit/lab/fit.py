@@ -62,9 +62,10 @@ def fit(
 ) -> tuple[list[int], Tensor]: # steps (points,), measures (points, ...)
     "Train, and return the learning curve: the measures, averaged over every `log_every` steps."
     device = next(model.parameters()).device
-    on_gpu, lr_now = device.type == "cuda", torch.tensor(0.0, device=device)
+    on_gpu = device.type == "cuda"
+    rate = torch.tensor(lr, device=device) if on_gpu else lr # a graph reads a tensor
     groups, every = groups or parameter_groups(model, weight_decay), list(model.parameters())
-    optimizer = torch.optim.AdamW(groups, lr_now if on_gpu else lr, betas, fused=on_gpu, capturable=on_gpu)
+    optimizer = torch.optim.AdamW(groups, rate, betas, fused=on_gpu, capturable=on_gpu)
     inputs, total, graph, at, curve = [], [], None, [], []
 
     def step():
@@ -84,7 +85,7 @@ def fit(
             inputs[:] = inputs or [torch.empty_like(part) for part in batch]
             for place, part in zip(inputs, batch):
                 place.copy_(part)
-            set_lr(optimizer, lr_now if on_gpu else None, lr_at(number, steps, warmup, lr, min_lr_ratio))
+            set_lr(optimizer, lr_at(number, steps, warmup, lr, min_lr_ratio))
             graph = capture(step) if on_gpu and number == 3 else graph # None if an operation cannot be recorded
             graph.replay() if graph else step()
             if (number + 1) % log_every == 0 or number + 1 == steps:
@@ -95,13 +96,10 @@ def fit(
                     break
     return at, torch.stack(curve)
 
-def set_lr(
-    optimizer: torch.optim.Optimizer,
-    tensor: Tensor | None, # that a graph reads; None: the optimizer reads a number
-    lr: float,
-) -> None:
-    "Set the learning rate of the next step."
-    if tensor is not None:
-        return tensor.fill_(lr)
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    "Set the learning rate of the next step; a tensor, which a graph may read, is filled."
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -61,8 +61,6 @@ def rerun_command(
 ) -> str:
     "Return a shell command that repeats a run: that of the record if it ran this claim alone or a variant of it."
     claim, command = find_claim(name), (record or {}).get("command", "")
-    if command.startswith("python -c run("):
-        return f"python -c 'from dataclasses import replace; from {claim.module} import *; {command[10:]}'"
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 

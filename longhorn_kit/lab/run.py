@@ -53,18 +53,17 @@ class Results:
 
     def get(self, settings: dict) -> dict | None:
         "Return the metrics of a job; None if it is not done."
-        path = self.job_folder(settings) / "metrics.json"
-        if path not in self.known and path.exists():
-            self.known[path] = read_record(path)
-        return self.known.get(path)
+        return self.read(self.job_folder(settings))
 
-    def failures(self, settings: dict) -> list[Path]:
-        "Return the notes on what went wrong with a job."
-        return sorted(self.job_folder(settings).glob("*-*.txt"))
+    def read(self, folder: Path) -> dict | None:
+        "Return the metrics in a job's folder; None if there are none yet."
+        if folder not in self.known and (folder / "metrics.json").exists():
+            self.known[folder] = read_record(folder / "metrics.json")
+        return self.known.get(folder)
 
-    def given_up(self, settings: dict) -> bool:
-        "Check whether a job has failed too often."
-        kinds = [path.name.split("-")[0] for path in self.failures(settings)]
+    def given_up(self, folder: Path) -> bool:
+        "Check by the notes in its folder whether a job has failed too often."
+        kinds = [path.name.split("-")[0] for path in folder.glob("*-*.txt")]
         return kinds.count("error") >= ERRORS or kinds.count("lost") >= LOSSES
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-012
@@ -240,8 +239,8 @@ def drive(
             while True:
                 if changed:
                     known = {results.job_folder(s): s for s in experiment.jobs(config, results)}
-                    left = {f: s for f, s in known.items() if results.get(s) is None}
-                    todo = {f: s for f, s in left.items() if not results.given_up(s)}
+                    left = {f: s for f, s in known.items() if results.read(f) is None}
+                    todo = {f: s for f, s in left.items() if not results.given_up(f)}
                     bar.total = len(known)
                     bar.update(len(known) - len(left) - bar.n)
                 late = time.time() > deadline
@@ -269,7 +268,7 @@ def collect(job, settings: dict, folder: Path) -> None:
         number = len(list(folder.glob(f"{kind}-*.txt")))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{kind}-{number}.txt").write_text(f"{settings}\n{error}\n", encoding="utf-8")
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1] # a cancelled job has no words
         print(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {reason}", file=sys.stderr)
 
 LOST = ("Lost", "UncompletedJobError", "KilledWorker", "CancelledError", "FutureCancelledError") # submitit's, Dask's
@@ -313,8 +312,8 @@ def finished(experiment: Experiment, folder: Path, config) -> dict | None:
 
 def finish(experiment, scale, config, folder, results, left):
     "Write the record of a run, or the partial one, and return it."
-    known = {results.job_folder(settings): settings for settings in experiment.jobs(config, results)}
-    done = [row for settings in known.values() if (row := results.get(settings))]
+    folders = dict.fromkeys(map(results.job_folder, experiment.jobs(config, results)))
+    done = [row for job in folders if (row := results.read(job))]
     made = {name: sorted({row["made"][name] or "unknown" for row in done}) for name in ("commit", "device")}
     record = to_plain({
         "experiment": experiment.name, "scale": scale, "settings": asdict(config),

@@ -99,6 +99,12 @@ VISION_PRESETS = {
 }
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-010
+def override(config: VisionConfig, **changes) -> VisionConfig:
+    "Return settings with some fields changed; fewer epochs than they warm up for are all warm-up."
+    if "epochs" in changes:
+        changes = {"warmup_epochs": min(config.warmup_epochs, changes["epochs"])} | changes
+    return replace(config, **changes)
+
 def vision_config(
     preset: str, # a key of `VISION_PRESETS`
     **overrides, # fields of `VisionConfig`
@@ -108,10 +114,7 @@ def vision_config(
     for kind, name in [("preset", preset), *(("setting", name) for name in overrides)]:
         if name not in names[kind]:
             raise ValueError(f"unknown {kind} {name!r}{suggest(name, names[kind])}")
-    config = VISION_PRESETS[preset].config
-    if "epochs" in overrides: # fewer than the preset warms up for
-        overrides = {"warmup_epochs": min(config.warmup_epochs, overrides["epochs"])} | overrides
-    config = replace(config, **overrides)
+    config = override(VISION_PRESETS[preset].config, **overrides)
     if not timm.is_model(config.model):
         raise ValueError(f"unknown model {config.model!r}{suggest(config.model, timm.list_models('*_vim_*'))}")
     if not config.data:
