@@ -319,7 +319,7 @@ class TrainVision(Generic[S]):
         return override(VISION_PRESETS[name].config, **count_of("epochs", argv))
 
     def __call__(self):
-        from longhorn_kit.lab.language import is_main_process
+        from longhorn_kit.lab.processes import is_main_process
         from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
         found = train_vision(self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config))
         if is_main_process():
@@ -365,7 +365,7 @@ def agreed(function, *arguments):
     "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
     if not several_processes():
         return function(*arguments)
-    from longhorn_kit.lab.training import together
+    from longhorn_kit.lab.processes import together
     with together():
         return function(*arguments)
 

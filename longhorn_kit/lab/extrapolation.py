@@ -32,7 +32,7 @@ from . import language
 from .language import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
 from .presets import LM_PRESETS, LMPreset, override
 from .run import Experiment, Results
-from .training import TrainConfig
+from .recipe import TrainConfig
 from ..models import SequenceLM
 from ..records import check_ranges, read_json, read_record, to_plain, write_json
 

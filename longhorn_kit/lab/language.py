@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAIN', 'SECOND', 'OTHERS', 'LAPTOP', 'PRESETS', 'SPEED', 'SIZES', 'EXPERIMENT', 'stretches', 'open_texts',
-           'held_out_losses', 'new_model', 'save_lm', 'is_main_process', 'whole_model', 'check_same_model',
-           'tokens_hash', 'fit', 'write_text', 'in_order', 'Language', 'scale_of', 'recipe_of', 'text_of', 'jobs',
-           'run_job', 'summarize', 'seen_windows', 'trigram', 'baselines', 'cache_numbers', 'state_numbers',
-           'decode_costs', 'train_lm', 'check_finite', 'trained_tokenizer', 'check_vocabulary']
+           'held_out_losses', 'new_model', 'save_lm', 'whole_model', 'check_same_model', 'tokens_hash', 'fit',
+           'write_text', 'in_order', 'Language', 'scale_of', 'recipe_of', 'text_of', 'jobs', 'run_job', 'summarize',
+           'seen_windows', 'trigram', 'baselines', 'cache_numbers', 'state_numbers', 'decode_costs', 'train_lm',
+           'check_finite', 'trained_tokenizer', 'check_vocabulary']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import hashlib, json, lzma, math, os, shutil, time
@@ -24,8 +24,9 @@ from torch import Tensor
 from .data import HELD_OUT, Corpus, Sampler, file_documents, matching_files, prepare
 from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from .run import Experiment, Results
-from .training import (
-    MAY_CHANGE, LossOnly, TrainConfig, TrainingDiverged, evaluate, make_accelerator, together, train)
+from .processes import TrainingDiverged, is_main_process, make_accelerator, together
+from .recipe import TrainConfig, evaluate
+from .training import MAY_CHANGE, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
@@ -84,12 +85,11 @@ def open_texts(
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
-    "Return a function model -> {held_out/DOMAIN, val_loss: over all domains}, nats per token."
+    "Return a function `LossOnly` -> {held_out/DOMAIN, val_loss: over all domains}, nats per token."
     rows, domains = max(1, config.batch_size // config.accumulate), texts.domains
     total = sum(len(tokens) - 1 for tokens, _ in domains.values())
     def measure(model):
-        whole = LossOnly(model, config.loss_chunk)
-        found = {name: evaluate(whole, tokens, config.context, rows) for name, (tokens, _) in domains.items()}
+        found = {name: evaluate(model, tokens, config.context, rows) for name, (tokens, _) in domains.items()}
         mean_loss = sum(found[name] * (len(tokens) - 1) for name, (tokens, _) in domains.items()) / total
         return {f"held_out/{name}": loss for name, loss in found.items()} | {"val_loss": mean_loss}
     return measure
@@ -110,11 +110,6 @@ def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # to
         file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-017
-def is_main_process() -> bool:
-    "Check whether this process writes and prints."
-    here = torch.distributed
-    return not (here.is_available() and here.is_initialized()) or here.get_rank() == 0
-
 def whole_model(model: SequenceLM) -> SequenceLM:
     "Return the model with whole weights; all processes call it."
     state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
@@ -158,7 +153,8 @@ def fit(
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
     held_out = stretches(corpus.val, preset.held_out) if held_out is None else held_out
     model = new_model(config, preset.train.seed)
-    result = train(model, corpus.train, held_out, preset.train, folder, mixer, quiet, same, notes)
+    end = corpus.tokenizer.end
+    result = train(model, corpus.train, held_out, preset.train, folder, mixer, quiet, same, notes, end)
     model = whole_model(model)
     if is_main_process():
         save_lm(model, preset.tokenizer, out or Path(folder) / "model")
@@ -404,7 +400,7 @@ def train_lm(
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} brings no text; give it with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)
-        make_accelerator(chosen.train)
+        make_accelerator(chosen.train.cpu, chosen.train.precision)
     _, result = fit(chosen, mixer, corpus, out)
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .data import HELD_OUT
 from .published import CODE, THREAD
-from .training import TrainConfig
+from .recipe import TrainConfig
 from ..models import LMConfig
 from ..models.lm import count_parameters, fill_mlp, match_parameters
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'DEITS', 'PRESETS', 'PLAIN', 'EXPERIMENT', 'ImageSet', 'digits', 'cifar10', 'make_model', 'Config',
-           'batches', 'cut', 'cutmix', 'normalizer', 'accuracy', 'learn', 'make_step', 'recorded', 'seconds_of',
+           'batches', 'cut', 'cutmix', 'normalizer', 'accuracy', 'learn', 'timed_step', 'recorded', 'seconds_of',
            'speed', 'memory', 'peak', 'training', 'measurements', 'jobs', 'run_job', 'summarize']
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-003
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from .fit import capture, fit
+from .fit import capture, fit, make_step
 from .run import Experiment, Results
 from ..models.vision import default_cfgs, timm
 from ..records import check_ranges
@@ -204,18 +204,18 @@ def learn(
             "epochs": [n / per_epoch for n in at], "seconds": sum(seconds), "images_per_second": median(rates)}
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-037
-def make_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # "training" or "inference"; (B,3,H,W) on a GPU
+def timed_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # "training" or "inference"; (B,3,H,W) on a GPU
     "Return a function that takes one optimizer step, or computes the scores of a batch, in bfloat16."
     labels = torch.full((len(images), model.num_classes), 1 / model.num_classes, device=images.device)
-    optimizer = torch.optim.AdamW(model.train(kind == "training").parameters(), lr=1e-6, fused=True, capturable=True)
+    def loss_of(model, images):
+        loss = F.cross_entropy(model(images).float(), labels)
+        return loss, loss
+    @torch.no_grad()
     def scores():
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             return model(images)
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(scores().float(), labels).backward()
-        optimizer.step()
-    return step if kind == "training" else torch.no_grad()(scores)
+    groups = [{"params": list(model.train(kind == "training").parameters())}]
+    return make_step(model, loss_of, [images], 1e-6, groups, bf16=True)[0] if kind == "training" else scores
 
 def recorded(step: Callable) -> Callable | None:
     "Return a step as a CUDA graph; None, after a warning, if it cannot be recorded."
@@ -237,7 +237,7 @@ def speed(name: str) -> dict: # mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
     images, found = torch.randn(256, 3, 224, 224, device="cuda"), {}
     for kind in ("training", "inference"):
-        step = make_step(make_model(name, "tiny_patch16_224").cuda(), kind, images)
+        step = timed_step(make_model(name, "tiny_patch16_224").cuda(), kind, images)
         for mode, work in (("CUDA graph", recorded(step)), ("eager", step)):
             if work:
                 found[f"{kind}, {mode}"] = [round(256 / seconds_of(work, 0.4), 1) for _ in range(3)]
@@ -256,7 +256,7 @@ def peak(name: str, kind: str, pixels: int) -> tuple:
         model = make_model(name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels).cuda()
         for block in model.blocks if name == PLAIN else ():
             block.attn.fused_attn = False
-        step = make_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
+        step = timed_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
         step(), step()
         model.zero_grad(set_to_none=True) # gradients count: a training step makes them anew
         before = torch.cuda.memory_allocated()

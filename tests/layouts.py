@@ -1,0 +1,65 @@
+"""Processes that are started once and then run functions together, as `torchrun` would start them: `Pool(4).run(function, ...)`."""
+import contextlib
+import io
+import multiprocessing
+import os
+import socket
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(pipe, environment):
+    "Run what comes through the pipe until it is closed; runs in a process of the pool."
+    os.environ |= environment
+    import torch
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                pipe.send((function(*arguments, **options), printed.getvalue()))
+        except (Exception, KeyboardInterrupt) as error:
+            pipe.send((f"{type(error).__name__}: {error}", printed.getvalue()))
+
+
+class Pool:
+    "Several processes; `count` 1 is one that finds no other."
+    def __init__(self, count):
+        spawn, port = multiprocessing.get_context("spawn"), str(free_port())
+        shared = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                      OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            ours, theirs = spawn.Pipe()
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(spawn.Process(target=serve, args=(theirs, own), daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(ours)
+            theirs.close()
+
+    def run(self, function, *arguments, **options):
+        "What the function gave in each process, or its error as text; None for a process that is gone."
+        for pipe in self.pipes:
+            pipe.send((function, arguments, options))
+        found = []
+        for pipe in self.pipes:
+            try:
+                assert pipe.poll(120), "a process of the pool hangs"
+                found.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                found.append((None, ""))
+        self.printed = [text for _, text in found]
+        return [value for value, _ in found]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()

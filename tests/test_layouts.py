@@ -1,0 +1,291 @@
+"""Runs on several processes: copies and slices of a model train alike, resume each other's checkpoints, and end together."""
+import dataclasses
+import math
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layouts import Pool
+from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
+
+from longhorn_kit.lab import checkpoint, training
+from longhorn_kit.lab.checkpoint import checkpoints
+from longhorn_kit.lab.data import Sampler
+from longhorn_kit.lab.language import whole_model
+from longhorn_kit.lab.processes import only_run_in, see_folder
+from longhorn_kit.lab.recipe import evaluate
+from longhorn_kit.lab.training import train
+from longhorn_kit.records import read_json, read_jsonl
+
+SHORT = dataclasses.replace(CONFIG, steps=20)
+LAYOUTS = {"one": (1, "none"), "two copies": (2, "ddp"), "two slices": (2, "fsdp"), "four slices": (4, "fsdp")}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    found = {}
+    yield lambda count: found.setdefault(count, found.get(count) or Pool(count))
+    for pool in found.values():
+        pool.close()
+
+
+def no_error(found):
+    assert not [text for text in found if isinstance(text, str)], found
+    return found
+
+
+def curve(folder):
+    return [{name: line.get(name) for name in ("step", "loss", "grad_norm", "lr", "val_loss", "ema_val_loss", "top1")}
+            for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+# ---- all changes of layout
+
+
+def language(folder, sharding, stop=None):
+    "Train a language model of a kind that has all kinds of weights; end with an error at a step."
+    torch.manual_seed(0)
+    config = dataclasses.replace(SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8)
+    train(language_model(mixer="longhorn", tie_embeddings=False), stopping(stop), VAL, config, folder, quiet=True)
+
+
+def stopping(at):
+    "The tokens, or a sampler of them that fails at a step."
+    if at is None:
+        return TOKENS
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    sampler = Sampler(TOKENS, CONFIG.context, 8 // world, CONFIG.seed, rank, world)
+    draw = sampler.next_batch
+    def next_batch():
+        if sampler.drawn == 8 * at:
+            raise MemoryError("stopped")
+        return draw()
+    sampler.next_batch = next_batch
+    return sampler
+
+
+KINDS = {"language": language}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stopped(request, pools, tmp_path_factory):
+    "For each layout a run that was stopped in the middle, and one that was not."
+    folder, train_one = tmp_path_factory.mktemp(request.param), KINDS[request.param]
+    for name, (count, sharding) in LAYOUTS.items():
+        no_error(pools(count).run(train_one, folder / name / "whole", sharding))
+        told = pools(count).run(train_one, folder / name / "stopped", sharding, 10)
+        assert told == ["MemoryError: stopped"] * count
+        assert [path.name for path in checkpoints(folder / name / "stopped")] == ["step-00000008"]
+    return folder, train_one
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_a_run_resumes_with_other_processes_and_sharding(stopped, pools, tmp_path, before, after):
+    folder, train_one = stopped
+    shutil.copytree(folder / before / "stopped", tmp_path / "run")
+    count, sharding = LAYOUTS[after]
+    no_error(pools(count).run(train_one, tmp_path / "run", sharding))
+    found, whole = curve(tmp_path / "run"), curve(folder / "one" / "whole")
+    if before == after:
+        assert found == curve(folder / before / "whole")
+    assert [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, 21))
+    for line, expected in zip(found, whole):
+        for name, value in expected.items():
+            assert value is None or math.isclose(line[name], value, rel_tol=1e-5, abs_tol=1e-5), (name, line, expected)
+    about = read_json(tmp_path / "run" / "config.json")["attempts"]
+    assert [attempt["engine"]["sharding"] for attempt in about] == [LAYOUTS[before][1], sharding]
+    assert [attempt["from_step"] for attempt in about] == [0, 8]
+
+
+class Counting(checkpoint.Reader):
+    bytes = 0
+
+    def _slice_file(self, file, piece):
+        Counting.bytes += piece.length
+        return super()._slice_file(file, piece)
+
+
+def large(folder, sharding, count=False):
+    "Train a model that is large beside the bookkeeping; the bytes of pieces that this process read."
+    Counting.bytes, checkpoint.Reader = 0, Counting
+    try:
+        plain(folder, language_model, options={"d_model": 128}, sharding=sharding, steps=2, warmup=1)
+    finally:
+        checkpoint.Reader = Counting.__base__
+    return Counting.bytes
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
+    "Copies: each process writes half of what all read. Slices: each reads what it wrote."
+    assert no_error(pools(2).run(large, tmp_path, sharding)) == [0, 0]
+    stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
+    shares, half = no_error(pools(2).run(large, tmp_path, sharding)), sum(stored) / 2
+    assert len(stored) == 2 and max(stored) <= 1.03 * half
+    assert all(math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03) for share in shares)
+
+
+# ---- two processes as one
+
+
+def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
+    model = model(**options or {"dropout": 0.0})
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    tokens = tokens(TOKENS, 8, 4 // world // changes.get("accumulate", 1), 0, rank, world) if callable(tokens) else tokens
+    train(model, tokens, VAL, dataclasses.replace(SHORT, **changes), folder, quiet=True)
+    return evaluate(whole_model(model), VAL, 8) if hasattr(model, "config") else None
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(accumulate=2, tokens=Masked), dict(async_save=True),
+    dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, accumulate=2),
+    dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
+])
+def test_two_processes_train_as_one_would(pools, tmp_path, options):
+    found = no_error(pools(2).run(plain, tmp_path, **options))
+    fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
+    assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
+    model, tokens = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})), options.get("tokens", TOKENS)
+    whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
+    same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
+    for loss in found: # the weights that each process can put together
+        assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
+
+
+def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
+    found = {}
+    for kind in ("ddp", "fsdp"):
+        no_error(pools(2).run(plain, tmp_path / kind, language_model, options={"d_model": 32}, precision="bf16", sharding=kind))
+        found[kind] = [line["loss"] for line in read_jsonl(tmp_path / kind / "metrics.jsonl")]
+    one = [line["loss"] for line in alone(language_model(d_model=32), precision="bf16")]
+    assert np.allclose(found["ddp"][:9], found["fsdp"][:9], rtol=1e-5) and np.allclose(found["ddp"], found["fsdp"], rtol=1e-3)
+    assert math.isclose(found["fsdp"][0], one[0], rel_tol=1e-6) and np.allclose(found["fsdp"], one, rtol=1e-3)
+
+
+# ---- refusals
+
+
+def other_checkpoint(run, *found):
+    run.checkpoints = run.checkpoints[:-1]
+    return facts_of(run, *found)
+
+
+facts_of = training.facts_of
+CASES = dict(
+    settings=dict(config=dataclasses.replace(SHORT, log_every=5)), model=dict(model=8), text=dict(tokens=np.where(
+        np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), held_out=dict(val=VAL[:-1]),
+    short=dict(tokens=TOKENS[:4]), folder=dict(folder="b/run"), checkpoint=dict(folder="known"), busy=dict(folder="busy"),
+    same=dict(same={"mixer": "longhorn"}), none=dict(config=dataclasses.replace(SHORT, sharding="none")),
+    hsdp=dict(config=dataclasses.replace(SHORT, sharding="hsdp")))
+
+
+def refused(name, folder):
+    own, case = os.environ["RANK"] == "1", CASES[name]
+    ours = dict(model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"})
+    ours |= case if own or name in ("checkpoint", "busy", "none", "hsdp") else {}
+    see_folder.__defaults__ = (0.3,)
+    training.facts_of = other_checkpoint if own and name == "checkpoint" else facts_of
+    train(Tiny(d=ours["model"]), ours["tokens"], ours["val"], ours["config"], folder / ours["folder"], quiet=True, same=ours["same"])
+
+
+def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools, tmp_path):
+    run(tmp_path / "known", config=SHORT)
+    (tmp_path / "busy").mkdir()
+    files = lambda: {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    before = files()
+    with only_run_in(tmp_path / "busy"):
+        told = {name: pools(2).run(refused, name, tmp_path) for name in CASES}
+    assert files() == before
+    host, says = socket.gethostname(), {
+        "settings": "log_every: 5; process 0", "model": "model: ", "text": "text: 2000 tokens ", "held_out": "held-out text: 203 tokens",
+        "short": "the text has 4 tokens", "folder": f"{tmp_path}/b/run on HOST is not the folder of process 0, {tmp_path}/a/run on HOST",
+        "checkpoint": "checkpoints: step-00000010 ", "busy": f"another process is training in {tmp_path}/busy", "same": "mixer: longhorn; ",
+        "none": "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp",
+        "hsdp": "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this"}
+    for name, lines in told.items():
+        assert all(says[name].replace("HOST", host) in line and "\n" not in line for line in lines), (name, lines)
+        if name in ("settings", "model", "text", "held_out", "checkpoint", "same"):
+            assert all(f"process 1 on {host} (folder {tmp_path}" in line for line in lines)
+    assert all(f"process 1 on {host}: " in told[name][0] for name in ("short", "folder"))
+
+
+def fsdp_of_accelerate(folder):
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    try:
+        plain(folder)
+    finally:
+        del os.environ["ACCELERATE_USE_FSDP"]
+
+
+def test_fsdp_of_accelerate_launch_is_refused(pools, tmp_path):
+    for line in pools(2).run(fsdp_of_accelerate, tmp_path / "run"):
+        assert "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp" in line
+
+
+# ---- processes that are gone, and full disks
+
+
+def lost(folder, where):
+    "Process 1 ends without a word: at a batch, while a checkpoint is written, or before the first step."
+    gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
+    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume
+    if where == "step":
+        Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
+    elif where == "checkpoint":
+        checkpoint.Writer.write_data = lambda self, *parts: ("step-00000020" in str(self.path) and gone(), write(self, *parts))[1]
+    else:
+        training.resume = lambda run: (gone(), resume(run))[1]
+    plain(folder)
+
+
+@pytest.mark.parametrize("where, step", [("step", 13), ("checkpoint", 20), ("start", 0)])
+def test_a_lost_process_is_one_sentence_and_the_run_resumes(tmp_path, where, step):
+    pool = Pool(2)
+    try:
+        told, gone = pool.run(lost, tmp_path, where)
+    finally:
+        pool.close()
+    assert gone is None and told.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in told
+    assert f"seen at step {step} " in told and "start the same command again, it resumes from" in told
+    assert ("step-00000010" if step else "the beginning") in told
+    assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
+
+
+def full_disk(folder, rank, in_background):
+    "The disk of one process is full at step 20."
+    write = checkpoint.Writer.write_data
+    def write_data(self, *parts):
+        if os.environ["RANK"] == rank and "step-00000020" in str(self.path):
+            raise OSError(28, os.strerror(28))
+        return write(self, *parts)
+    checkpoint.Writer.write_data = write_data
+    try:
+        plain(folder, async_save=in_background)
+    finally:
+        checkpoint.Writer.write_data = write
+
+
+@pytest.mark.parametrize("rank, in_background", [("0", False), ("1", False), ("1", True)])
+def test_a_full_disk_of_any_process_is_one_sentence_in_all(pools, tmp_path, rank, in_background):
+    for line in pools(2).run(full_disk, tmp_path, rank, in_background):
+        assert f"process {rank}: cannot write" in line and "step-00000020: No space left on device" in line and "\n" not in line
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010"]
+    no_error(pools(2).run(plain, tmp_path))
+    same_curves(read_jsonl(tmp_path / "metrics.jsonl"), alone(Tiny(dropout=0.0)))
+
+
+def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
+    no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
+    newest = checkpoints(tmp_path)[-1]
+    for victim in sorted(newest.glob("*.distcp")):
+        data = victim.read_bytes()
+        victim.write_bytes(data[:len(data) // 2])
+        no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
+        warned = pools(2).printed
+        assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0] and not warned[1]
+        assert Path(newest).exists() and read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
