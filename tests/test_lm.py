@@ -3,6 +3,7 @@ import errno
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
 
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
-from longhorn_kit.models.lm import (count_parameters, load_official_state_dict, match_parameters, official_name,
-                                    sample_next)
+from longhorn_kit.models.lm import (count_parameters, document_bounds, load_official_state_dict, match_parameters,
+                                    official_name, sample_next)
 
 NAMES = sorted(MIXERS)
 
@@ -109,6 +110,59 @@ def test_fresh_weights_have_the_stated_sizes():
         if name.endswith(("in_proj.weight", "out_proj.weight")):
             writers = 16 if name.endswith("out_proj.weight") else 1
             assert abs(weight.std().item() * math.sqrt(3 * weight.shape[1] * writers) - 1) < 0.1, name
+
+
+# Documents in a window
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 3).flatmap(lambda B: st.integers(1, 9).flatmap(
+    lambda T: st.lists(st.lists(st.integers(0, 2), min_size=T, max_size=T), min_size=B, max_size=B))))
+def test_documents_are_cut_after_their_ends_and_at_the_ends_of_rows(rows):
+    lengths = []
+    for row in rows:
+        lengths += map(len, re.findall("[12]*0|[12]+", "".join(map(str, row))))
+    bounds = document_bounds(torch.tensor(rows), 0)
+    assert bounds.dtype is torch.int32 and bounds[0] == 0 and bounds.diff().tolist() == lengths
+
+
+def packed_case(name, **options):
+    "A model, tokens (3,T) whose documents have 1 to 30 tokens, and their bounds; the first row ends with a document."
+    model, tokens = make(mixer=name, **options).double(), torch.randint(1, 40, (3, 37))
+    for row, t in ((0, 0), (0, 12), (0, 36), (1, 4), (1, 5), (2, 30)):
+        tokens[row, t] = 0
+    bounds = document_bounds(tokens, 0)
+    assert bounds.tolist() == [0, 1, 13, 37, 42, 43, 74, 105, 111]
+    return model, tokens, bounds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_are_documents_alone(name):
+    model, tokens, bounds = packed_case(name, d_mlp=24)
+    alone = torch.cat([model.features(part) for part in tokens.view(1, -1).tensor_split(bounds[1:-1].tolist(), 1)], 1)
+    dy = torch.randn(3, 37, 16, dtype=torch.float64)
+    results = [[y, *torch.autograd.grad(y, [*model.parameters()], dy)]
+               for y in (model.features(tokens, bounds), alone.view(3, 37, 16))]
+    for what, a, b in zip(["features", *dict(model.named_parameters())], *results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
+    _, loss = model(tokens, tokens, bounds)
+    torch.testing.assert_close(loss, lm.mean_loss(F.linear(alone, model.output_matrix), tokens.view(1, -1)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_crosses_a_border(name):
+    "Another document in its place changes no bit of the others, and no loss of theirs reaches it."
+    model, tokens, bounds = packed_case(name)
+    seen = []
+    model.embedding.register_forward_hook(lambda *args: seen.append(args[2]))
+    for first, last in zip(bounds, bounds[1:]):
+        other = tokens.clone()
+        other.view(-1)[first:last] = (other.view(-1)[first:last] + 5) % 40
+        a, b = (model.features(t, bounds).flatten(0, 1) for t in (tokens, other))
+        same = (a == b).all(1)
+        assert same[:first].all() and same[last:].all() and not same[first:last].any()
+        (reached,) = torch.autograd.grad(a[first:last].sum(), seen[-2])
+        reached = reached.flatten(0, 1).abs().sum(1)
+        assert reached[first:last].all() and reached.count_nonzero() == last - first
 
 
 # Parameter counts

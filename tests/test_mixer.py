@@ -127,6 +127,18 @@ def test_gradients_flow_through_the_cache(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [[1, 71, 0, 7, 1, 1, 20], [9]])
+def test_packed_documents_are_documents_alone(name, lengths):
+    "Outputs and all gradients; a bound that comes twice is a document of no tokens."
+    layer, (h, dy) = make(name).double(), torch.randn(2, 1, sum(lengths), 16, dtype=torch.float64)
+    h, bounds = h.requires_grad_(), torch.tensor([0, *lengths]).cumsum(0).int()
+    alone = torch.cat([layer(part) for part in h.split(lengths, 1) if part.shape[1]], 1)
+    for what, a, b in zip(["output", "input", *dict(layer.named_parameters())], *(
+            [y, *torch.autograd.grad(y, [h, *layer.parameters()], dy)] for y in (layer(h, bounds), alone))):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_cache_can_be_continued_twice(name):
     layer, h = make(name), torch.randn(2, 9, 16)
     with torch.no_grad():
@@ -260,6 +272,8 @@ def test_decoding_takes_constant_memory(name):
     (lambda: Longhorn(16, form="fast"), "form is 'fast'; expected one of diagonal, exact, decoupled"),
     (lambda: Longhorn(16, rate="matrix"), "rate is 'matrix'; expected vector or scalar"),
     (lambda: Longhorn(0), "d_model is 0; expected an integer of at least 1"),
+    (lambda: make("gla")(torch.randn(2, 4, 16), torch.tensor([0, 4])), r"x has shape \(2, 4, 16\); expected \(1, T, d_model\): with cu_seqlens"),
+    (lambda: make("longhorn")(torch.randn(1, 4, 16), torch.tensor([0, 3])), "cu_seqlens ends at 3; expected 4, the length of x"),
     (lambda: Longhorn(16, d_state=2.5), "d_state is 2.5; expected an integer of at least 1"),
     (lambda: Longhorn(16, expand=True), "expand is True; expected an integer"),
     (lambda: Longhorn(16)(torch.randn(2, 3, 17)), r"x has shape \(2, 3, 17\); expected \(B, T, 16\)"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .mixer import Mixer, ScanMixer, check_number, check_size, register_mixer
+from .mixer import Mixer, ScanMixer, check_number, check_size, register_mixer, wide
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -62,8 +62,7 @@ class MambaInputA(Mamba):
 
     def rates(self, x):
         "Minus A_t (B,T,N): -1 to -N where the token has no say."
-        A = self.A_proj(x)
-        return -F.softplus(A.to(torch.promote_types(A.dtype, torch.float32)))
+        return -F.softplus(wide(self.A_proj(x)))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-026
 def _rotary(start: Tensor, steps: int, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -159,6 +158,5 @@ class Attention(Mixer):
         return y, AttentionCache(k, v) if cache is None else cache._replace(k=k, v=v)
 
     def empty_cache(self, batch_size, device=None, dtype=None):
-        weight, shape = self.out_proj.weight, (batch_size, self.n_heads, 0, self.d_model // self.n_heads)
-        empty = torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
+        empty = self.zeros(device, dtype, batch_size, self.n_heads, 0, self.d_model // self.n_heads)
         return AttentionCache(empty, empty)

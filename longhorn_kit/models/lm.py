@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Trunk', 'mean_loss', 'count_parameters', 'Decoder', 'sample_next',
-           'SequenceLM', 'save_model', 'load_model', 'official_name', 'load_official_state_dict', 'fill_mlp',
-           'nearest_widths', 'match_parameters']
+           'SequenceLM', 'document_bounds', 'save_model', 'load_model', 'official_name', 'load_official_state_dict',
+           'fill_mlp', 'nearest_widths', 'match_parameters']
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import json
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..records import atomic_file, atomic_path, cannot_write
-from .mixer import build_mixer, check_number, check_size
+from .mixer import build_mixer, check_number, check_size, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @dataclass
@@ -77,9 +77,8 @@ class RMSNorm(nn.Module):
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model))
 
     def forward(self, h):
-        wide = torch.promote_types(h.dtype, torch.float32)
-        y = F.rms_norm(h.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
-        return y.to(self.weight.dtype)
+        h, weight = wide(h), self.weight
+        return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-014
 class SwiGLU(nn.Module):
@@ -114,19 +113,16 @@ class Block(nn.Module):
         h = h + y
         return h, F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
 
-    def forward(self, h, y=None):
+    def forward(self, h, y=None, cu_seqlens=None):
         "Return the stream (B,T,d_model) after this block, or the pair as in `rest` if `y` is still to be added."
         closed = y is None
         h = h if closed else h + y
-        h, y = self.rest(h, self.mixer(self.norm(h)), self.training)
+        h, y = self.rest(h, self.mixer(self.norm(h), cu_seqlens), self.training)
         return h + y if closed else (h, y)
 
-    def prefill(self, h, cache):
-        y, cache = self.mixer.prefill(self.norm(h), cache)
-        return torch.add(*self.rest(h, y)), cache
-
-    def step(self, h, cache):
-        y, cache = self.mixer.step(self.norm(h), cache)
+    def decode(self, h, cache):
+        "The stream (B,T,d_model), or (B,d_model) of one token, and the mixer's cache, both after this block."
+        y, cache = (self.mixer.prefill if h.dim() == 3 else self.mixer.step)(self.norm(h), cache)
         return torch.add(*self.rest(h, y)), cache
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-018
@@ -150,8 +146,7 @@ class Trunk(nn.Module):
     def embed(self, tokens, dims=2):
         "Tokens (B,T), or (B,) with `dims=1`, to float32 or float64 vectors."
         check_tokens(tokens, dims, self.config.vocab_size)
-        h = self.embedding(tokens)
-        return h.to(torch.promote_types(h.dtype, torch.float32))
+        return wide(self.embedding(tokens))
 
     @property
     def output_matrix(self):
@@ -162,19 +157,21 @@ class Trunk(nn.Module):
         "Stream (..,d_model) to logits (..,V)."
         return F.linear(self.norm(h), self.output_matrix)
 
-    def features(self, tokens):
-        "Tokens (B,T) to what meets the output matrix (B,T,d_model)."
-        h = F.dropout(self.embed(tokens), self.config.dropout, self.training)
+    def features(self, tokens, cu_seqlens=None):
+        "Tokens (B,T) to what meets the output matrix (B,T,d_model); bounds as of `document_bounds` reset the state."
+        h = self.embed(tokens)
+        h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
         y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # one compiled graph for all blocks
         for block in self.blocks:
-            h, y = block(h, y)
-        return self.norm(h + y)
+            h, y = block(h, y, cu_seqlens)
+        h = self.norm(h + y)
+        return h if cu_seqlens is None else h[0].unflatten(0, tokens.shape)
 
-    def forward(self, tokens, targets=None):
+    def forward(self, tokens, targets=None, cu_seqlens=None):
         "Tokens (B,T) to logits (B,T,V); with targets (B,T) to (logits, loss in nats per token)."
-        logits = F.linear(self.features(tokens), self.output_matrix)
+        logits = F.linear(self.features(tokens, cu_seqlens), self.output_matrix)
         return logits if targets is None else (logits, mean_loss(logits, targets))
 
     def num_parameters(self) -> int:
@@ -190,8 +187,7 @@ def mean_loss(
     expected = tuple(logits.shape[:-1])
     if targets.shape != expected:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {expected} to match tokens")
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten().long())
+    return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_tokens(
@@ -224,13 +220,17 @@ class Decoder(Trunk):
         "One mixer cache per block, before the first token."
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
+    def decode(self, h, cache):
+        new = []
+        for block, old in zip(self.blocks, cache):
+            h, after = block.decode(h, old)
+            new.append(after)
+        return h, new
+
     def prefill(self, tokens, cache=None, last_only=False):
         "The next tokens (B,T) to logits (B,T,V), or (B,1,V) with `last_only`, and the cache after them."
-        h, caches = self.embed(tokens), []
-        for block, old in zip(self.blocks, cache or [None] * len(self.blocks)):
-            h, new = block.prefill(h, old)
-            caches.append(new)
-        return self.read_out(h[:, -1:] if last_only else h), caches
+        h, cache = self.decode(self.embed(tokens), cache or [None] * len(self.blocks))
+        return self.read_out(h[:, -1:] if last_only else h), cache
 
     def read(self, tokens, piece=4096):
         "A whole text (B,T), piece by piece, to the logits (B,1,V) of what comes next and the cache."
@@ -241,11 +241,8 @@ class Decoder(Trunk):
 
     def step(self, token, cache):
         "The next token (B,) to logits (B,V) and the cache after it."
-        h, caches = self.embed(token, 1), []
-        for block, old in zip(self.blocks, cache):
-            h, new = block.step(h, old)
-            caches.append(new)
-        return self.read_out(h), caches
+        h, cache = self.decode(self.embed(token, 1), cache)
+        return self.read_out(h), cache
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-035
 def sample_next(
@@ -301,6 +298,16 @@ class SequenceLM(Decoder):
         "Prompt (B,T) to prompt and continuation (B,T+n_new), as `sample_next`; same seed, same tokens."
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
         return torch.cat([tokens, torch.stack(new, 1).to(tokens.dtype)], 1) if new else tokens
+
+# %% ../../nbs/models/22_lm.ipynb #22_lm-046b
+def document_bounds(
+    tokens: Tensor, # (B,T)
+    end: int,       # the token that ends a document
+) -> Tensor:        # (documents+1,) int32
+    "Return the bounds, for `cu_seqlens`, of the documents in B rows put end to end; each row starts one."
+    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts[:, 1:] = tokens[:, :-1] == end
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=tokens.numel()).int()
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-049
 def save_model(model: Trunk, folder):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import rotate, time_step_bias
-from .mixer import Mixer, check_number, check_size, check_stream, register_mixer
+from .mixer import Mixer, check_number, check_size, check_stream, register_mixer, wide
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 from ..scan.short_conv import causal_conv1d
@@ -42,11 +42,9 @@ class MatrixMixer(Mixer):
         return t.unflatten(-1, (self.n_heads, -1))
 
     def empty_cache(self, batch_size, device=None, dtype=None):
-        weight = self.out_proj.weight
-        device, dtype = device or weight.device, dtype or weight.dtype
-        zeros = lambda shape, dtype: torch.zeros(batch_size, *shape, device=device, dtype=dtype)
-        state, full = (self.n_heads, self.d_value, self.d_key), torch.promote_types(dtype, torch.float32)
-        return MatrixCache(zeros(self.past_shape, dtype), zeros(state, full), zeros((), torch.int64))
+        zeros = lambda *shape, dtype=dtype: self.zeros(device, dtype, batch_size, *shape)
+        S = wide(zeros(self.n_heads, self.d_value, self.d_key))
+        return MatrixCache(zeros(*self.past_shape), S, zeros(dtype=torch.int64))
 
     def run(self, x, cache=None, keep_cache=False):
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
@@ -79,11 +77,6 @@ def head_sizes(d_model: int,
     n_heads = max(1, round(key * d_model / near)) if n_heads is None else n_heads
     check_size("n_heads", n_heads)
     return n_heads, max(1, round(key * d_model / n_heads)), max(1, round(value * d_model / n_heads))
-
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-013
-def wide(t: Tensor) -> Tensor:
-    "Return `t` in float32, or as it is if that is float64."
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-014
 def head_norm(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.op import FORMS, longhorn_scan, longhorn_step
+from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
 
@@ -82,9 +82,19 @@ class Mixer(nn.Module, ABC):
     def empty_cache(self, batch_size, device=None, dtype=None):
         "The cache before the first token."
 
-    def forward(self, x):
-        "(B,T,d_model) -> (B,T,d_model)."
-        return self.run(check_stream(x, 3, self.d_model))[0]
+    def zeros(self, device, dtype, *shape):
+        weight = self.out_proj.weight
+        return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
+
+    def forward(self, x, cu_seqlens=None):
+        "(B,T,d_model) -> (B,T,d_model); with bounds (n+1,) of n documents in one row, each alone."
+        check_stream(x, 3, self.d_model)
+        return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
+
+    def run_packed(self, x, cu_seqlens):
+        "Run packed documents one by one; override it where all can run at once."
+        lengths = check_cu_seqlens(cu_seqlens, x, "x", "d_model")
+        return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
     def prefill(self, x, cache=None):
         "The next T tokens (B,T,d_model) -> outputs (B,T,d_model) and the cache after them."
@@ -104,6 +114,10 @@ def check_stream(x: Tensor, dims: int, d_model: int) -> Tensor:
         shape = "(B, T, " if dims == 3 else "(B, "
         raise ValueError(f"x has shape {tuple(x.shape)}; expected {shape}{d_model})")
     return x
+
+def wide(t: Tensor) -> Tensor:
+    "Return `t` in float32, or as it is if that is float64."
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
@@ -140,11 +154,12 @@ class ScanProjections(Mixer):
             return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
         return self.in_proj(h).chunk(2, -1)
 
-    def project(self, h, past=None, keep=True):
+    def project(self, h, past=None, keep=True, cu_seqlens=None):
         "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past, None unless kept."
         x, z = self.content_and_gate(h)
         conv = self.conv1d
-        out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, twice=True)
+        out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep,
+                            cu_seqlens=cu_seqlens, twice=True)
         (x, again), past = out if keep else (out, None)
         q, k, low = self.address(again)
         return q.contiguous(), k.contiguous(), x, low, z, past # once, for scans in both directions
@@ -162,21 +177,22 @@ class ScanProjections(Mixer):
         return q, k, low
 
     def empty_cache(self, batch_size, device=None, dtype=None):
-        weight = self.out_proj.weight
-        device, dtype = device or weight.device, dtype or weight.dtype
-        zeros = lambda size, dtype: torch.zeros(batch_size, self.d_inner, size, device=device, dtype=dtype)
-        return ScanCache(zeros(self.d_conv - 1, dtype), zeros(self.d_state, torch.promote_types(dtype, torch.float32)))
+        zeros = lambda size: self.zeros(device, dtype, batch_size, self.d_inner, size)
+        return ScanCache(zeros(self.d_conv - 1), wide(zeros(self.d_state)))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses give `scan` and `scan_step`."
 
-    def run(self, x, cache=None, keep_cache=False):
+    def run(self, x, cache=None, keep_cache=False, cu_seqlens=None):
         past, S = (None, None) if cache is None else cache
-        *inputs, past = self.project(x, past, keep_cache)
-        out = self.scan(*inputs, initial_state=S, output_final_state=keep_cache)
+        *inputs, past = self.project(x, past, keep_cache, cu_seqlens)
+        out = self.scan(*inputs, initial_state=S, output_final_state=keep_cache, cu_seqlens=cu_seqlens)
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None
+
+    def run_packed(self, x, cu_seqlens):
+        return self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t, cache, inplace=False):
         "As `Mixer.step`; the new cache is `cache` itself if `inplace`."

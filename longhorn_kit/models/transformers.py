@@ -14,10 +14,12 @@ from typing import Literal # noqa: F401  transformers annotates its fields with 
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compat import mend_torchvision
 from .baselines import AttentionCache, PaddedCache
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
+from .mixer import wide
 
 mend_torchvision()
 try:
@@ -57,20 +59,6 @@ class LonghornConfig(PreTrainedConfig):
         own = {f.name: getattr(self, f.name) for f in fields(LMConfig) if hasattr(self, f.name)}
         return LMConfig(**own | {"mixer_options": self.mixer_options or {}, "tie_embeddings": self.tie_word_embeddings})
 
-# %% ../../nbs/models/24_transformers.ipynb #24_transformers-009
-def map_cache(
-    function, # Tensor, ... -> Tensor
-    *caches,  # of one mixer: tensors, or tuples and lists of them
-):
-    "Return the cache of `function(a, b, ...)` for corresponding tensors."
-    first = caches[0]
-    if isinstance(first, Tensor):
-        return function(*caches)
-    if not isinstance(first, (list, tuple)):
-        return first
-    parts = [map_cache(function, *parts) for parts in zip(*caches, strict=True)]
-    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-
 # %% ../../nbs/models/24_transformers.ipynb #24_transformers-010
 class MixerCacheLayer(CacheLayerMixin):
     "The cache of one block, as transformers moves it about."
@@ -84,7 +72,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self.state, self.seen, self.is_initialized = state, seen, state is not None
 
     def change(self, function):
-        self.state = None if self.state is None else map_cache(function, self.state)
+        self.state = None if self.state is None else tree_map(function, self.state)
 
     def reorder_cache(self, beam_idx):
         self.change(lambda part: part.index_select(0, beam_idx.to(part.device)))
@@ -192,7 +180,7 @@ def run_groups(blocks, h: Tensor, pasts, keep, groups) -> tuple:
     if keep:
         pasts = [block.mixer.empty_cache(len(h), h.device, h.dtype) if past is None else past
                  for block, past in zip(blocks, pasts)]
-    take = lambda rows: [map_cache(lambda part: part[rows], past) if keep else None for past in pasts]
+    take = lambda rows: [tree_map(lambda part: part[rows], past) if keep else None for past in pasts]
     done = [(rows, first, last, *run_blocks(blocks, h[rows, first:last], take(rows), keep))
             for rows, first, last in groups if last > first]
     stream = [h.new_zeros(h.shape) for _ in range(len(blocks) + 1)]
@@ -209,28 +197,19 @@ def gather_rows(
     "Return the cache of all rows; rows that were not read keep theirs."
     if past is None:
         return None
-    if len(parts) == 1 and len(parts[0][0]) == len(next(tensors(past))):
+    if len(parts) == 1 and len(parts[0][0]) == len(tree_leaves(past)[0]):
         return parts[0][1]
-    whole = map_cache(torch.clone, past)
+    whole = tree_map(torch.clone, past)
     for rows, cache in parts:
-        whole = map_cache(lambda old, new: put_rows(old, rows, new), whole, cache)
+        whole = tree_map(lambda old, new: put_rows(old, rows, new), whole, cache)
     return whole
-
-# %% ../../nbs/models/24_transformers.ipynb #24_transformers-019
-def tensors(cache):
-    "Yield the tensors of a mixer's cache."
-    if isinstance(cache, Tensor):
-        yield cache
-    elif isinstance(cache, (list, tuple)):
-        for part in cache:
-            yield from tensors(part)
 
 # %% ../../nbs/models/24_transformers.ipynb #24_transformers-021
 class LonghornBlock(Block, GradientCheckpointingLayer):
     "The kit's block, with or without a cache."
 
     def forward(self, h, past=None, keep=False):
-        return self.prefill(h, past) if keep else (Block.forward(self, h), None)
+        return self.decode(h, past) if keep else (Block.forward(self, h), None)
 
 # %% ../../nbs/models/24_transformers.ipynb #24_transformers-022
 class LonghornPreTrainedModel(PreTrainedModel):
@@ -287,7 +266,7 @@ class LonghornModel(LonghornPreTrainedModel):
         if inputs_embeds is None:
             check_tokens(input_ids, 2, self.embedding.num_embeddings)
             inputs_embeds = self.embedding(input_ids)
-        return self.dropout(inputs_embeds.to(torch.promote_types(inputs_embeds.dtype, torch.float32)))
+        return self.dropout(wide(inputs_embeds))
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None,
                 use_cache=None, output_hidden_states=None, return_dict=None, **ignored):
