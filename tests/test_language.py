@@ -18,7 +18,9 @@ from longhorn_kit.lab.language import (
     recipe_of, scale_of, seen_windows, stretches, train_lm, trained_tokenizer, trigram, write_text)
 from longhorn_kit.lab.presets import DIFFERENCES, LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.training import TrainConfig, TrainingDiverged, train
+from longhorn_kit.lab.processes import TrainingDiverged
+from longhorn_kit.lab.recipe import TrainConfig
+from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_record
 from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
@@ -285,7 +287,8 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name
     config = SMALL if recorded["settings"]["baselines"] else replace(SMALL, baselines=False, sample=0, lengths=())
     record = rehearse(config, tmp_path, data=f"{texts}/docs.train.txt")
     found, then = record["results"], recorded["results"]
-    for here, there in ((record["settings"], recorded["settings"]), (record["settings"]["train"], recorded["settings"]["train"]),
+    assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys() # recipes gain settings
+    for here, there in ((record["settings"], recorded["settings"]),
                         (found, then), (found["baselines"], then["baselines"]), (found["runs"][0]["decode"], then["runs"][0]["decode"])):
         assert here.keys() == there.keys()
     assert {frozenset(row) for row in found["runs"]} == {frozenset(row) for row in then["runs"]} and texts not in json.dumps(found)

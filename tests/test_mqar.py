@@ -121,7 +121,7 @@ def test_a_training_is_the_plain_loop(monkeypatch):
     optimizer = torch.optim.AdamW(fit.parameter_groups(plain, 0.1), betas=(0.9, 0.999))
     for step in range(6):
         tokens, where, answers, _ = (part[8 * (step % 3):][:8] for part in draw(Task(16, 2, 16), 24, generator_of(0, "train", step // 3)))
-        fit.set_lr(optimizer, fit.lr_at(step, 6, 1, 2.2e-3))
+        fit.set_lr(optimizer, fit.fit_lr(step, 6, 1, 2.2e-3))
         loss = torch.nn.functional.cross_entropy(plain(tokens)[torch.arange(8)[:, None], where].flatten(0, 1), answers.flatten())
         optimizer.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0); optimizer.step()
         losses.append(loss.item())

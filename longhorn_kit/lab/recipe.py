@@ -242,7 +242,7 @@ def sliced_loss(
 # %% ../../nbs/lab/31_recipe.ipynb #31_recipe-032
 class LossOnly(nn.Module):
     "Return only the model's loss."
-    def __init__(self, model, chunk=0, gap=softmax_gap, end=None): # chunk: `loss_chunk`; end: token that closes a document
+    def __init__(self, model, chunk=0, gap=softmax_gap, end=None): # chunk: `loss_chunk`; end: closes a document
         super().__init__()
         asked = f"loss_chunk is {chunk}" if chunk else "reset_documents is on" if end is not None else ""
         if asked and not hasattr(model, "read_out"):
