@@ -75,7 +75,7 @@ def _opaque_scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor, D_s
 
 @_opaque_scan.register_fake
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-012
 class Direction(nn.Module):
@@ -393,7 +393,6 @@ def register_vim(name: str):
                              "pretrained_cfg_overlay=dict(file=PATH) with weights of your own")
         chans = INPUTS[size.split("_")[-1]]["input_size"][0]
         options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
-        options.setdefault("feature_cls", "getter") if options.get("features_only") else None
         indices = options.pop("out_indices", min(3, options["depth"]))
         return build_model_with_cfg(
             VisionLonghorn, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
