@@ -51,9 +51,9 @@ def vision_scan(
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
-        return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip)
+        return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip).contiguous()
     form = "exact" if scan == "longhorn_exact" else "diagonal"
-    return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form)
+    return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form).contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-010
 @register_notrace_function
@@ -68,10 +68,7 @@ def vision_conv(
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
-@torch.library.custom_op("longhorn_kit::vision_scan", mutates_args=())
-def _opaque_scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor, D_skip: Tensor,
-                 A_log: Tensor | None, scan: str) -> Tensor:
-    return vision_scan(q, k, x, b, b_bias, D_skip, A_log, scan).contiguous()
+_opaque_scan = torch.library.custom_op("longhorn_kit::vision_scan", vision_scan, mutates_args=())
 
 @_opaque_scan.register_fake
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
