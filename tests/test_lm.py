@@ -530,3 +530,14 @@ def test_a_model_compiles_as_one_graph(mixer):
     torch._dynamo.reset()
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("mixer", ("longhorn", "attention", "mamba2"))
+def test_compiled_blocks_read_packed_documents(mixer):
+    model, tokens, bounds = packed_case(mixer)
+    run = lambda: torch.autograd.grad(model(tokens, tokens, bounds)[1], [*model.parameters()])
+    want = run()
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(run(), want)

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+from longhorn_kit.models.lm import document_bounds
 
 pytestmark = pytest.mark.cuda
 NAMES = sorted(MIXERS)
@@ -16,9 +17,11 @@ def make(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     model, tokens = make(name), torch.randint(40, (2, 37))
-    expected = model(tokens)
+    bounds = document_bounds(tokens, 7)
+    expected, packed = model(tokens), model(tokens, cu_seqlens=bounds)
     model, tokens = model.cuda(), tokens.cuda()
     torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(tokens, cu_seqlens=bounds.cuda()).cpu(), packed, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         logits, cache = model.prefill(tokens[:, :20])
         parts = [logits]

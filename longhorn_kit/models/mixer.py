@@ -91,6 +91,7 @@ class Mixer(nn.Module, ABC):
         check_stream(x, 3, self.d_model)
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
+    @torch.compiler.disable # lengths are sizes of tensors
     def run_packed(self, x, cu_seqlens):
         "Run packed documents one by one; override it where all can run at once."
         lengths = check_cu_seqlens(cu_seqlens, x, "x", "d_model")
@@ -192,12 +193,14 @@ class ScanMixer(ScanProjections):
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None
 
     def run_packed(self, x, cu_seqlens):
+        if torch.compiler.is_compiling() and not x.is_cuda: # the CPU's convolution has to read the bounds
+            return super().run_packed(x, cu_seqlens)
         return self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t, cache, inplace=False):
         "As `Mixer.step`; the new cache is `cache` itself if `inplace`."
         *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model), cache.conv, inplace)
-        y, S = self.scan_step(*inputs, cache.S, **({"inplace": True} if inplace else {}))
+        y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-042

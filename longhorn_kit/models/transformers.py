@@ -333,12 +333,12 @@ AutoModelForCausalLM.register(LonghornConfig, LonghornForCausalLM, exist_ok=True
 # %% ../../nbs/models/24_transformers.ipynb #24_transformers-027
 def to_transformers(model: SequenceLM) -> LonghornForCausalLM:
     "Return the same model for transformers, sharing no memory with the kit's."
-    lm = model.config
-    options = {f.name: getattr(lm, f.name) for f in fields(LMConfig) if f.name != "tie_embeddings"}
-    ours = LonghornForCausalLM(LonghornConfig(**options, tie_word_embeddings=lm.tie_embeddings))
+    options = model.config.to_dict()
+    tied = options.pop("tie_embeddings")
+    ours = LonghornForCausalLM(LonghornConfig(**options, tie_word_embeddings=tied))
     state = {name if name.startswith("lm_head") else f"model.{name}": tensor.clone()
              for name, tensor in model.state_dict().items()}
-    if lm.tie_embeddings:
+    if tied:
         state["lm_head.weight"] = state["model.embedding.weight"]
     ours.load_state_dict(state)
     return ours.to(model.embedding.weight).train(model.training)

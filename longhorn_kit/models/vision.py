@@ -51,9 +51,9 @@ def vision_scan(
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
-        return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip)
+        return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip).contiguous()
     form = "exact" if scan == "longhorn_exact" else "diagonal"
-    return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form)
+    return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form).contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-010
 @register_notrace_function
@@ -68,14 +68,11 @@ def vision_conv(
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
-@torch.library.custom_op("longhorn_kit::vision_scan", mutates_args=())
-def _opaque_scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor, D_skip: Tensor,
-                 A_log: Tensor | None, scan: str) -> Tensor:
-    return vision_scan(q, k, x, b, b_bias, D_skip, A_log, scan).contiguous()
+_opaque_scan = torch.library.custom_op("longhorn_kit::vision_scan", vision_scan, mutates_args=())
 
 @_opaque_scan.register_fake
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-012
 class Direction(nn.Module):
@@ -393,7 +390,6 @@ def register_vim(name: str):
                              "pretrained_cfg_overlay=dict(file=PATH) with weights of your own")
         chans = INPUTS[size.split("_")[-1]]["input_size"][0]
         options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
-        options.setdefault("feature_cls", "getter") if options.get("features_only") else None
         indices = options.pop("out_indices", min(3, options["depth"]))
         return build_model_with_cfg(
             VisionLonghorn, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
