@@ -21,7 +21,7 @@ ROOT, RECORDED = Path(longhorn_kit.__file__).parent.parent, "NVIDIA H200" # a ch
 LANGUAGE, MACHINE = "nbs/lab/results/language", "kernels/results/machine_h200.json"
 VOCABULARY, PARTS = {"bytes": 256, "gpt2": 50257}, (24576, 65536) # tokens: of tokenizers, of recorded parts of a step
 NODE, NETWORK, FULL = 8, 40.0, 0.9 # assumed: GPUs of a node; GB/s per GPU between nodes; share of the memory to fill
-SHARDING, AGAIN = ("none", "ddp", "fsdp", "hsdp"), ((1, 1), (1.25, 1.5)) # assumed: work of recomputed blocks
+AGAIN = (1, 1), (1.25, 1.5) # work of blocks, and, assumed, of blocks that are recomputed
 GPUS = { # bytes, of the H200 as torch reports them; published, per second: bytes, operations by precision (no: float32)
     RECORDED: dict(memory=150.1e9, bandwidth=4.8e12, bf16=989e12, no=67e12),
     "NVIDIA H100": dict(memory=80e9, bandwidth=3.35e12, bf16=989e12, no=67e12)}
@@ -112,7 +112,7 @@ def link_rate() -> float:
 def sending_seconds(p) -> float:
     "Return the time of a step's communication alone."
     sent = lambda among, size: (among - 1) / among * size * p.parameters # size: bytes per parameter
-    card, size = 1e9 * (p.network or NETWORK), 4 + 4 * p.accumulate if p.shards > 1 else 8
+    card, size = 1e9 * (p.network or NETWORK), 4 + 8 * p.accumulate if p.shards > 1 else 8
     ring = p.shards if p.sharding == "hsdp" else p.gpus # others exchange the gradients of each GPU's shard
     rate = min(link_rate(), (ring % NODE or NODE) * card) if ring > NODE else link_rate() # of the fewest cards
     return sent(ring, size) / rate + sent(p.gpus // ring, 8) / p.shards / card
@@ -126,9 +126,10 @@ def recorded_runs() -> dict:
         about, model = (read_json(folder / name) for name in ("config.json", "lm_config.json"))
         engine, command, place = (about["attempts"][-1][name] for name in ("engine", "command", "environment"))
         like = find_preset(command.split("--preset ")[1].split()[0])
-        train = replace(like.train, **{key: x for key, x in about["config"].items() if hasattr(like.train, key)})
-        kind = {"NO": "none", "MULTI_GPU": "ddp"}.get(engine["distributed"], engine["distributed"].lower())
-        p = plan(replace(like, train=train), model["mixer"], engine["processes"], place["gpu"], train.accumulate, kind)
+        known = {key: value for key, value in about["config"].items() if hasattr(like.train, key)}
+        kind = engine.get("sharding") or {"NO": "none", "MULTI_GPU": "ddp", "FSDP": "fsdp"}[engine["distributed"]]
+        train = replace(like.train, **known | {"sharding": kind})
+        p = plan(replace(like, train=train), model["mixer"], engine["processes"], place["gpu"], train.accumulate)
         rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] > train.log_every]
         result[folder.name] = p, p.batch / ends(row["tokens_per_second"] for row in rows)[::-1], rows[-1]["peak_bytes"]
     return result
@@ -151,14 +152,13 @@ class Plan:
     parameters: int
     gpus: int
     gpu: str      # a key of `GPUS`
-    sharding: str # of `SHARDING`
     network: float | None # as for `plan`
-    checkpoint_blocks: bool
     accumulate: int # parts of a step
 
     def __post_init__(self):
         self.batch, self.blocks = self.train.batch_size * self.train.context, self.config.n_layer + 1 # with the ends
-        self.tokens, self.again = self.batch // self.gpus // self.accumulate, AGAIN[self.checkpoint_blocks]
+        self.tokens, self.again = self.batch // self.gpus // self.accumulate, AGAIN[self.train.checkpoint_blocks]
+        self.sharding = {"auto": "ddp" if self.gpus > 1 else "none"}.get(self.train.sharding, self.train.sharding)
         self.shards = {"fsdp": self.gpus, "hsdp": min(self.gpus, NODE)}.get(self.sharding, 1)
         self.like = steps_like(self.config.mixer, self.train.compile, self.train.context)
         self.unseen, self.memory = unseen_in(self), memory_of(self)
@@ -179,7 +179,7 @@ def memory_of(p: Plan) -> dict:
     P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or p.tokens, p.tokens)
     wide = np.array([1, 1.001 if half else 2.002]) # allocations are rounded up; float32 keeps at most twice as much
     loss = p.config.vocab_size * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model) * wide
-    whole, inputs = (2, 4 * p.config.n_layer) if p.checkpoint_blocks else (p.blocks, 0) # a block, the ends; bytes
+    whole, inputs = (2, 4 * p.config.n_layer) if p.train.checkpoint_blocks else (p.blocks, 0) # a block, the ends; bytes
     kept = (ends(map(kept_per_channel, p.like)) * whole + inputs) * wide * p.tokens * p.config.d_model
     copies = 2 * P * half * np.array([p.shards == 1, 1]) # FSDP gathers block by block
     buckets = 4 * P / p.shards * (p.gpus > 1) + 4 * P * (p.accumulate > 1)
@@ -197,7 +197,7 @@ def unseen_in(p: Plan) -> list:
         (min(contexts) <= context <= max(contexts), f"a context of {context:,} (recorded: {contexts[0]:,})"),
         (PARTS[0] <= p.tokens <= PARTS[1], f"parts of {p.tokens:,} tokens (recorded: {PARTS[0]:,} to {PARTS[1]:,})"),
         (p.train.precision == "bf16", "float32 (recorded: bf16)"),
-        (not p.checkpoint_blocks, "recomputed blocks need {} to {} of their time".format(*AGAIN[1]))) if not seen]
+        (not p.train.checkpoint_blocks, "recomputed blocks need {} to {} of their time".format(*AGAIN[1]))) if not seen]
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-026
 def work_seconds(p: Plan) -> dict:
@@ -217,17 +217,17 @@ def waiting_seconds(p: Plan) -> np.ndarray:
     return np.maximum(0, host - sum(p.work.values())) + p.blocks * waits()["ddp"] * (p.sharding == "ddp")
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-042
-def check_setting(train, tokenizer, gpus, gpu, accumulate, sharding, network):
+def check_setting(train, tokenizer, gpus, gpu, accumulate, network):
     "Raise ValueError for a setting that cannot be planned."
-    batch, each = train.batch_size, max(1, gpus * (parts := max(1, accumulate or 1)))
+    kind, batch, each = train.sharding, train.batch_size, max(1, gpus * (parts := max(1, accumulate or 1)))
     able = sorted((n for n in range(1, batch + 1) if batch % (n * parts) == 0), key=lambda n: abs(n - gpus))[:2]
     sizes = [f"a batch of {n * each}" for n in (batch // each, batch // each + 1) if n]
     for fine, sentence in (
         (gpus > 0, f"{gpus} GPUs cannot train; there must be 1 or more"),
         (accumulate is None or accumulate > 0, f"accumulate is {accumulate}; it must be 1 or more"),
         (gpu in GPUS, f"unknown GPU {gpu!r}; the planner knows {' and '.join(GPUS)}"),
-        (sharding in (None, *(kinds := SHARDING[gpus > 1:])), f"sharding is {sharding!r}; expected {', '.join(kinds)}"),
-        (sharding != "hsdp" or gpus < NODE or gpus % NODE == 0, f"hsdp on {gpus} GPUs needs whole nodes of {NODE}"),
+        (kind == "auto" or (kind == "none") == (gpus == 1), f"sharding is {kind!r}, which cannot be with {gpus} GPUs"),
+        (kind != "hsdp" or gpus > NODE and gpus % NODE == 0, f"hsdp needs several nodes of {NODE} GPUs, not {gpus}"),
         (network is None or 0 < network < np.inf, f"network is {network}; it must be more than 0 GB/s and finite"),
         (tokenizer in VOCABULARY, f"tokenizer is {tokenizer!r}; expected one of {', '.join(VOCABULARY)}"),
         (batch % each == 0, f"{gpus} GPUs cannot share a batch of {batch}{f' in {parts} parts' * (parts > 1)}; "
@@ -242,18 +242,15 @@ def plan(
     gpus: int = 1,
     gpu: str = RECORDED, # as torch or the data sheet names it
     accumulate: int | None = None, # parts of a step; None: as few as the memory allows
-    sharding: str | None = None,   # of `SHARDING`; None: "ddp" for several GPUs; for one GPU all are "none"
     network: float | None = None,  # GB/s, 1e9 bytes per second, per GPU between nodes; None: `NETWORK`
-    checkpoint_blocks: bool = False, # recompute each block in the backward pass
 ) -> Plan:
     "Plan the training of a preset with this mixer; ValueError in one sentence if it cannot be planned."
     train, tokenizer = preset.train, preset.tokenizer.split(":")[0]
     gpu = f"NVIDIA {gpu.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
-    check_setting(train, tokenizer, gpus, gpu, accumulate, sharding, network)
+    check_setting(train, tokenizer, gpus, gpu, accumulate, network)
     config, share = model_config(preset, mixer, VOCABULARY[tokenizer]), train.batch_size // gpus
-    sharding, parameters = "none" if gpus == 1 else sharding or "ddp", count_parameters(config)
-    tries = [accumulate] if accumulate else [n for n in range(1, share + 1) if share % n == 0]
-    plans = [Plan(train, config, parameters, gpus, gpu, sharding, network, checkpoint_blocks, n) for n in tries]
+    parameters, tries = count_parameters(config), [n for n in range(1, share + 1) if share % n == 0]
+    plans = [Plan(train, config, parameters, gpus, gpu, network, n) for n in ([accumulate] if accumulate else tries)]
     return next((p for p in plans if p.tokens <= PARTS[1] and p.peak[1] < FULL * GPUS[gpu]["memory"]), plans[-1])
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-028
@@ -278,7 +275,8 @@ def sureness(p: Plan) -> list:
         (p.gpus > NODE, source.format(p.network or NETWORK) + f" per GPU between nodes of {NODE} GPUs (assumed)"),
         (p.network and p.gpus <= NODE, f"assumed    {p.gpus} GPUs are one node, so the network is not used"),
         (p.shards > 1, f"{known:10} the host needs {least:.1f} to {most:.1f} ms per block with FSDP"),
-        (p.accumulate != p.train.accumulate, f"train with --accumulate {p.accumulate}")) if told]
+        (p.accumulate != p.train.accumulate, f"train with --accumulate {p.accumulate}; "
+                                               f"the preset says {p.train.accumulate}")) if told]
 
 # %% ../../nbs/lab/34_planner.ipynb #34_planner-029
 def plan_text(preset: LMPreset | str, mixer: str, **options) -> str:
