@@ -264,11 +264,11 @@ def train_from(options) -> None:
         raise UsageError("--out FOLDER is missing: the folder of the run")
     elif machine:
         raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
-                         "`accelerate launch --num_processes N -m longhorn_kit.cli train-lm ...`")
+                         "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
         train_lm(options.preset, options.mixer, data, options.out, options.text_column, **overrides)
 
-MACHINE = ("gpus", "gpu", "sharding", "network")
+MACHINE = ("gpus", "gpu", "network")
 
 # %% ../nbs/cli.ipynb #cli-050
 @dataclass
@@ -282,7 +282,6 @@ class TrainLM(Generic[S]):
     gpus: int | None = None  # with --plan: how many; by default one
     gpu: str | None = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100
     network: float | None = None # with --plan: GB/s per GPU between nodes; by default 40
-    sharding: Literal["ddp", "fsdp"] | None = None # with --plan: of several GPUs; by default ddp
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
     interrupted = "interrupted; the same command resumes from the last checkpoint"
