@@ -151,7 +151,8 @@ def run_claim(claim: Claim, options, out: Path) -> None:
     else:
         if folder.exists():
             print(f"  resuming {folder}", flush=True)
-        cluster = dict(option.split("=", 1) for option in options.slurm)
+        cluster = {name: int(value) if value.isdigit() else value
+                   for name, value in (option.split("=", 1) for option in options.slurm)}
         record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
                      **overrides)
     for pair in read_outcomes(claim, record):

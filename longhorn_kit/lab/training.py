@@ -58,7 +58,7 @@ def shard(model, kind, accelerator): # kind: from `sharding_of`
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         sizes = (world,) if kind == "fsdp" else (world // local_size(), local_size())
-        mesh = init_device_mesh(device.type, sizes)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "slices")[-len(sizes):])
         for part in (*blocks_of(model.model), model):
             fully_shard(part, mesh=mesh)
     return model
