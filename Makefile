@@ -42,7 +42,7 @@ test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several pro
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m faults tests/test_faults.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m faults
 
 test-all: test-slow faults ## run every long check (under an hour; `make test` is apart)
 

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -245,3 +246,71 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
         assert what == "reproduce" or kept == before
         assert not list(folder.rglob("*.partial"))
     assert child(argv, folder)[0] == 0 and json.dumps(files_in(folder))
+
+
+# ---- training: the same tests for every trainer
+
+TRAINERS = {"train-lm": "train-lm --preset laptop --d-model 8 --n-layer 1 --context 16 --batch-size 2 --steps 6 --warmup 1 --lr 0.01 "
+                        "--eval-every 3 --log-every 1 --save-every 2 --data text.txt --cpu".split()}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer(request, here, monkeypatch):
+    "A run that nothing disturbed: the words of its command, its folder, what it printed, its file operations."
+    monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
+    (here / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
+    words = TRAINERS[request.param]
+    assert cli.main([*words, "--out", "warm"]) == 0 # imports here what the children then need not
+    code, said, operations = child([*words, "--out", "whole"], here / "whole")
+    assert code == 0 and operations > 60
+    return words, here / "whole", said, operations
+
+
+def printed(text):
+    "The printed lines without speeds and the name of the folder."
+    text = re.sub(r"killed\d*|damaged\d*|whole", "RUN", re.sub(r"[\d,.]+ (tokens|images)/s", "", text))
+    return [line for line in text.splitlines() if not line.startswith("longhorn: warning")]
+
+
+def outcome(folder):
+    "Metrics without speeds, the weights, and the names of all files."
+    lines = [{name: value for name, value in line.items() if "_per_second" not in name} for line in records.read_jsonl(folder / "metrics.jsonl")]
+    return lines, [path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))], files_in(folder)
+
+
+def test_training_killed_at_every_file_operation(here, trainer):
+    words, whole, said, operations = trainer
+    for n in range(1, operations + 1):
+        folder = here / f"killed{n}"
+        assert child([*words, "--out", folder.name], folder, n)[0] == -signal.SIGKILL
+        code, again, _ = child([*words, "--out", folder.name], folder)
+        assert code == 0 and printed(again) == printed(said), (n, again)
+        assert outcome(folder) == outcome(whole), n
+        shutil.rmtree(folder)
+
+
+def test_a_hundred_damaged_files_of_a_training_change_no_number(here, trainer):
+    "Text, checkpoints, metrics, settings: the same result, or a sentence that names the file and a remedy."
+    words, whole, said, _ = trainer
+    chance, told_so, went_back = random.Random(40), 0, 0
+    for n in range(100):
+        shutil.copytree(whole, folder := here / f"damaged{n}")
+        cache = shutil.copytree(here / "cache", here / "kept")
+        if n % 2: # a run that is not over
+            for newest in sorted(folder.glob("checkpoints/*"))[-1:]:
+                shutil.rmtree(newest)
+        files = sorted(path for place in (folder, here / "cache") for path in place.rglob("*") if path.is_file() and "model" not in path.parts)
+        kind, changed = damage(path := chance.choice(files), chance)
+        code, again, _ = child([*words, "--out", folder.name], folder)
+        last = again.strip().splitlines()[-1]
+        assert "Traceback" not in again, (path, kind, again)
+        if code:
+            assert last.startswith("longhorn: error: ") and path.name in again and re.search("delete|use another|restore", last), (path, kind, last)
+            told_so += 1
+        else:
+            assert printed(again) == printed(said) and outcome(folder) == outcome(whole), (path, kind, again)
+            went_back += "going back" in again
+        shutil.rmtree(folder)
+        shutil.rmtree(here / "cache")
+        cache.rename(here / "cache")
+    assert told_so > 5 and went_back > 20

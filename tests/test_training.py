@@ -1,6 +1,6 @@
 """Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains, to be killed."""
 
-import dataclasses, errno, json, math, os, shutil, signal, subprocess, sys, time
+import dataclasses, errno, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -14,7 +14,7 @@ from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged, only_run_in
 from longhorn_kit.lab.recipe import TrainConfig, evaluate, learning_rate, parameter_groups, sliced_loss, windows
 from longhorn_kit.lab.training import train
-from longhorn_kit.records import read_json, read_jsonl
+from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
 CONFIG = TrainConfig(steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10)
 TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
@@ -454,9 +454,9 @@ def test_runs_of_earlier_versions(tmp_path):
     "A setting that an old run lacks has its default; a checkpoint in the old format is refused."
     config = dataclasses.replace(CONFIG, save_every=5)
     whole = train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
-    record = json.loads((tmp_path / "config.json").read_text())
+    record = read_record(tmp_path / "config.json")
     assert record["config"].pop("decay") == "matrices"
-    (tmp_path / "config.json").write_text(json.dumps(record))
+    write_record(tmp_path / "config.json", record)
     assert train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)["resumed_from"] == whole["steps"]
     with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
         train(Tiny(), TOKENS, None, dataclasses.replace(config, decay="official"), tmp_path, quiet=True)

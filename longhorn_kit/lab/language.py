@@ -30,7 +30,7 @@ from .training import MAY_CHANGE, train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
-from ..records import atomic_file, check_ranges, check_same_settings, read_json, to_plain
+from ..records import atomic_file, check_ranges, check_same_settings, read_json, read_record, to_plain
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-008
 def stretches(tokens, total: int | None, pieces: int = 16) -> np.ndarray:
@@ -125,9 +125,9 @@ def check_same_model(folder: Path, notes: dict) -> None:
     if not all((folder / name).exists() for name in (*notes, "config.json")): # no run here
         return
     ours, text = notes["lm_config.json"], notes["text.json"]
-    if read_json(folder / "text.json")["sha256"] != text["sha256"]:
+    if read_record(folder / "text.json")["source"] != text["source"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
-    check_same_settings(folder, read_json(folder / "lm_config.json"), ours, ("mixer", *ours))
+    check_same_settings(folder, read_record(folder / "lm_config.json"), ours, ("mixer", *ours))
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
@@ -146,7 +146,7 @@ def fit(
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; an interrupted run resumes."
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size)
-    notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"sha256": corpus.index["source_sha256"]}}
+    notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["source_sha256"]}}
     with together():
         if is_main_process():
             check_same_model(Path(folder), notes)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of
+from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
 from .data import Sampler
 from longhorn_kit.lab.processes import (
     TrainingDiverged, check_alike, fingerprint, make_accelerator, noted_stop, only_run_in, peers_watched, see_folder,
@@ -26,8 +26,8 @@ from longhorn_kit.lab.recipe import (
     LossOnly, Recipe, blocks_of, compile_blocks, evaluate, learning_rate, own_random_state, parameter_groups, set_lr,
     softmax_gap)
 from longhorn_kit.records import (
-    append_jsonl, check_same_settings, command_line, environment, progress, read_json, to_plain, write_json,
-    write_jsonl)
+    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
+    write_record)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-007
 def sharding_of(recipe, accelerator):
@@ -246,6 +246,7 @@ def save(run):
 
 def resume(run):
     "Take the run to its newest checkpoint that is whole; ValueError if all are damaged."
+    problem = None
     for path in reversed(run.checkpoints):
         try:
             with together():
@@ -254,6 +255,7 @@ def resume(run):
         except ValueError as error:
             if "is damaged" not in str(error): # of any process
                 raise
+            problem = problem or error
             if run.accelerator.is_main_process:
                 print(f"longhorn: warning: {error}; going back to the checkpoint before it", file=sys.stderr)
             continue
@@ -261,7 +263,7 @@ def resume(run):
         run.step, run.seconds, run.resumed_from, run.history = about["step"], about["seconds"], about["step"], history
         return
     if run.checkpoints:
-        raise ValueError(f"every checkpoint in {run.folder / 'checkpoints'} is damaged; "
+        raise ValueError(f"every checkpoint in {run.folder / 'checkpoints'} is damaged ({problem}); "
                          f"delete the folder {run.folder} to begin again")
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-025
@@ -290,9 +292,9 @@ def record_attempt(run, beside):
         before, parameters = run.known["attempts"] if run.known else [], sum(p.numel() for p in run.model.parameters())
         attempt = dict(from_step=run.step, engine=engine(run), command=command_line(), environment=environment())
         for name, content in beside.items() if not run.known else ():
-            write_json(run.folder / name, content)
+            write_record(run.folder / name, content)
         record = {"config": run.config, "parameters": parameters, "attempts": [*before, attempt]}
-        write_json(run.folder / "config.json", record)
+        write_record(run.folder / "config.json", record)
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-029
@@ -360,9 +362,12 @@ def take_folder(run, held, brief): # held, brief: ExitStacks of the run and of i
     "Lock the folder, compare its settings and return a file of this start alone."
     held.enter_context(only_run_in(run.folder))
     if (run.folder / "config.json").exists():
-        run.known, ours = read_json(run.folder / "config.json"), to_plain(run.config)
+        run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
         before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # missing in old runs
         check_same_settings(run.folder, before | run.known["config"], ours, sorted(set(ours) - MAY_CHANGE))
+    tidy(run.folder, run.config.keep)
+    for left in run.folder.glob(".start-*"): # of a start that was killed
+        left.unlink()
     probe = run.folder.absolute() / f".start-{uuid.uuid4().hex}"
     brief.callback(probe.unlink, missing_ok=True)
     probe.touch()
@@ -441,7 +446,7 @@ def train(
     desc="training", # name of the progress bar
     quiet=False,  # no progress
     same=None,    # more that all processes share: name -> value
-    beside=None,  # JSON files beside config.json of a new run: name -> content
+    beside=None,  # records beside config.json of a new run: name -> content
     end=None,     # token that closes a document, for `reset_documents`
 ):
     """Train or resume, and return a dict: loss, last evaluation, seconds, history.
