@@ -173,7 +173,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
                              ({"d_model": 8}, "with d_model=16; this one has d_model=8"), ({"name": "prose"}, "on another text")):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
             again(**changes)
-    assert LMConfig.from_dict(read_json(tmp_path / "run" / "lm_config.json")).mixer == "longhorn" # the planner reads it
+    assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn" # the planner reads it
 
 
 @pytest.mark.parametrize("place", [".", "{}", "~"])
