@@ -5,6 +5,7 @@ from itertools import product
 from unittest.mock import Mock
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
 from longhorn_kit.lab.language import (
     EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, held_out_losses, in_order, jobs, new_model, open_texts,
     recipe_of, scale_of, seen_windows, stretches, train_lm, trained_tokenizer, trigram, write_text)
-from longhorn_kit.lab.presets import DIFFERENCES, LM_PRESETS, LMPreset, find_preset, model_config, override
+from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.processes import TrainingDiverged
 from longhorn_kit.lab.recipe import TrainConfig
@@ -120,8 +121,9 @@ def test_dropout_warmup_and_seed_of_a_preset():
 
 
 def test_differences_say_what_the_code_does():
-    rows = {row.what: row for row in DIFFERENCES}
-    assert len(rows) == len(DIFFERENCES) and all(text for row in DIFFERENCES for text in row)
+    found = read_json(RECORDS.parents[1] / "differences.json")
+    rows = {row["what"]: SimpleNamespace(**row) for row in found}
+    assert len(rows) == len(found) and all(text for row in found for text in row.values())
     official = override(LM_PRESETS["owt-120m"], sizes="official")
     counts = [count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")]
     row, lacks = rows["sizes of LLaMA and GLA at 120M"], f"lacks {123_822_336 - counts[1]:,}"
@@ -134,7 +136,7 @@ def test_differences_say_what_the_code_does():
     assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
-    flags, given = {name for row in DIFFERENCES for name in re.findall("--([a-z]+)", row.ours)}, cli.TrainLM.settings_of(["--preset", "owt-120m"])
+    flags, given = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}, cli.TrainLM.settings_of(["--preset", "owt-120m"])
     assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
     assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
 
