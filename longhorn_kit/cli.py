@@ -215,6 +215,8 @@ class Reproduce(Generic[S]):
         return find_experiment(named[0]).config(scale)
 
     def __call__(self):
+        if (self.workers or 0) < 0:
+            raise UsageError(f"--workers is {self.workers}; it must be 0 or more")
         if odd := [option for option in self.slurm if "=" not in option]:
             raise UsageError(f"--slurm takes NAME=VALUE; {odd[0]!r} is not of this form")
         claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)

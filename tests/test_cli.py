@@ -56,6 +56,7 @@ def fails(capsys, argv, code=1):
     (["reproduce", "fake", "nothing-like-it"], "unknown claim 'nothing-like-it'"),
     (["reproduce", "fake", "--step", "4"], "--steps"),
     (["reproduce", "fake", "second", "--steps", "4"], "--steps"),
+    (["reproduce", "fake", "--workers", "-1"], "--workers is -1; it must be 0 or more"),
     (["reproduce", "fake", "--slurm", "moon"], "--slurm takes NAME=VALUE; 'moon' is not of this form"),
     (["generate"], "CHECKPOINT"),
     (["generate", "x", "--tokens", "many"], "many"),

@@ -233,13 +233,13 @@ def test_fsdp_of_accelerate_launch_is_refused(pools, tmp_path):
 def lost(folder, where):
     "Process 1 ends without a word: at a batch, while a checkpoint is written, or before the first step."
     gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
-    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume
+    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume_run
     if where == "step":
         Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
     elif where == "checkpoint":
         checkpoint.Writer.write_data = lambda self, *parts: ("step-00000020" in str(self.path) and gone(), write(self, *parts))[1]
     else:
-        training.resume = lambda run: (gone(), resume(run))[1]
+        training.resume_run = lambda run: (gone(), resume(run))[1]
     plain(folder)
 
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_DECAY', 'Recipe', 'check_recipe', 'TrainConfig', 'lr_at', 'learning_rate', 'set_lr', 'parameter_groups',
-           'held_out_windows', 'evaluate', 'softmax_gap', 'sliced_loss', 'LossOnly', 'compile_blocks', 'blocks_of']
+           'held_out_windows', 'evaluate', 'softmax_gap', 'sliced_loss', 'LossOnly', 'compile_blocks', 'blocks_of',
+           'checkpoint_blocks', 'recomputed']
 
 # %% ../../nbs/lab/31_recipe.ipynb #31_recipe-003
 import math, random, sys
@@ -14,6 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from ..models.lm import document_bounds
 from ..records import check_ranges
 
@@ -266,3 +268,17 @@ def compile_blocks(model):
 def blocks_of(model):
     "Return the model's `blocks`, or the model as the only one."
     return getattr(model, "blocks", None) or [model]
+
+# %% ../../nbs/lab/31_recipe.ipynb #31_recipe-again
+def checkpoint_blocks(model):
+    "Let every block compute its activations again in the backward pass."
+    for block in blocks_of(model):
+        block.forward = recomputed(block.forward)
+
+def recomputed(forward):
+    "Return a forward function that keeps its inputs only."
+    def again(*args, **options):
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+    return again
