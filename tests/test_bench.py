@@ -13,7 +13,7 @@ import torch
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
-bench, bench_cpu = importlib.import_module("bench"), importlib.import_module("bench_cpu")
+bench, bench_cpu, gpu, peers, table = map(importlib.import_module, ("bench", "bench_cpu", "bench_gpu", "peers", "table"))
 SMALL = ["--shape", "1,9,3", "--state", "2", "--rounds", "2"]
 INTERPRET = ["--device", "interpret", "--shape", "1,9,8", "--state", "2", "--form", "diagonal"]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -26,13 +26,15 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_a_wrong_scan_prints_no_time_and_fails(monkeypatch, capsys, tmp_path):
-    def wrong(*inputs, form):
-        return bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001
-    monkeypatch.setitem(bench_cpu.CANDIDATES, "chunked", wrong)
-    assert bench.main([*SMALL, "--form", "exact", "--out", str(tmp_path / "cpu.json")]) == 1
+@pytest.mark.parametrize("words, wrong, time", [
+    ([*SMALL, "--form", "exact"], "WRONG chunked, exact", "ms"), pytest.param(INTERPRET, "WRONG", "% of", marks=without_gpu)])
+def test_a_wrong_scan_prints_no_time_and_fails(words, wrong, time, monkeypatch, capsys, tmp_path):
+    right = gpu.by_kernels
+    monkeypatch.setattr(gpu, "by_kernels", lambda *a: tuple(t * 1.1 for t in right(*a)))
+    monkeypatch.setitem(bench_cpu.CANDIDATES, "chunked", lambda *inputs, form: bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001)
+    assert bench.main([*words, "--out", str(tmp_path / "new.json")]) == 1
     printed = capsys.readouterr().out
-    assert "WRONG chunked, exact" in printed and "ms" not in printed and not list(tmp_path.iterdir())
+    assert wrong in printed and time not in printed and not list(tmp_path.iterdir())
 
 
 def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path):
@@ -70,17 +72,13 @@ def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
     assert bench.destination(bench.parse(["--device", "interpret"]), "interpreter.json") is None
 
 
-def test_forms_that_a_device_does_not_time_are_named(capsys):
+@pytest.mark.parametrize("words, says", [
+    *((["--shape", shape], "expected B,T,D as in 4,256,512") for shape in ("4,256", "a,b,c", "0,1,1")),
+    (["--form", "s6"], "on a CPU --form is of diagonal, exact")])
+def test_a_bad_shape_and_a_form_that_the_device_does_not_time_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as stop:
-        bench.main(["--form", "s6"])
-    assert stop.value.code == 2 and "on a CPU --form is of diagonal, exact" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shape", ["4,256", "a,b,c", "0,1,1"])
-def test_a_bad_shape_is_one_line(shape, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["--shape", shape])
-    assert stop.value.code == 2 and "expected B,T,D as in 4,256,512" in capsys.readouterr().err
+        bench.main(words)
+    assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
 @without_gpu
@@ -90,24 +88,15 @@ def test_without_a_gpu_the_gpu_side_says_so():
 
 
 @without_gpu
-def test_a_wrong_kernel_prints_no_time_and_fails(monkeypatch, capsys, tmp_path):
-    gpu = importlib.import_module("bench_gpu")
-    right = gpu.by_kernels
-    monkeypatch.setattr(gpu, "by_kernels", lambda *a: tuple(t * 1.1 for t in right(*a)))
-    assert bench.main([*INTERPRET, "--out", str(tmp_path / "gpu.json")]) == 1
-    printed = capsys.readouterr().out
-    assert "WRONG" in printed and "% of" not in printed and not list(tmp_path.iterdir())
-
-
-@without_gpu
-def test_the_gpu_side_writes_rows_with_times_floors_and_versions(tmp_path):
+@pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled", "s6"])
+def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(form, tmp_path):
     file = tmp_path / "gpu.json"
-    assert bench.main([*INTERPRET, "--commit", "abc", "--out", str(file)]) == 0
+    assert bench.main([*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["commit"] == "abc" and found["triton"] and found["seed"] == 0 and "--device interpret" in found["command"]
     (row,) = found["rows"]
-    assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["forward_share"] and row["kept_bytes_per_x"] > 0
-    assert found["worst_error"] == {"diagonal portable bfloat16": pytest.approx(0, abs=6e-3)}
+    assert row["form"] == form and row["forward_ms"] > 0 and row["backward_ms"] > 0 and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
+    assert found["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
 
 
 @without_gpu
@@ -127,17 +116,7 @@ def test_a_record_is_drawn(tmp_path):
 
 
 @without_gpu
-@pytest.mark.parametrize("form", ["exact", "decoupled", "s6"])
-def test_the_gpu_side_times_every_form(form, tmp_path):
-    file = tmp_path / "gpu.json"
-    assert bench.main([*INTERPRET, "--form", form, "--out", str(file)]) == 0
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["form"] == form and row["backward_ms"] > 0
-
-
-@without_gpu
 def test_every_case_is_in_a_section_and_peers_match_their_oracles():
-    gpu = importlib.import_module("bench_gpu")
     found = list(gpu.cases())
     assert {c.section for c in found} | {"peers", "decode"} == set(bench.SECTIONS) and len(set(found)) == len(found)
     for peer in gpu.PEERS:
@@ -148,7 +127,6 @@ def test_every_case_is_in_a_section_and_peers_match_their_oracles():
 
 @without_gpu
 def test_the_delta_rule_oracle_is_the_exact_recurrence():
-    gpu, peers = importlib.import_module("bench_gpu"), importlib.import_module("peers")
     a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
     a = {n: None if t is None else t.double() for n, t in a.items()}
     rate = 1 / (1 + a["k"].square().sum(-1, keepdim=True) + torch.exp(-a["b"] - a["b_bias"]))
@@ -157,14 +135,12 @@ def test_the_delta_rule_oracle_is_the_exact_recurrence():
 
 
 def test_an_error_that_is_no_number_is_wrong():
-    gpu = importlib.import_module("bench_gpu")
     errors = gpu.errors_of(dict(a=torch.tensor([math.nan])), dict(a=torch.ones(1)))
     assert gpu.wrong(errors, 1.0) == {"a": math.inf}
 
 
 @without_gpu
 def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
-    gpu = importlib.import_module("bench_gpu")
     peer = next(p for p in gpu.PEERS if p.package == "torch")
     monkeypatch.setattr(gpu, "INTERPRETED", True) # small
     nothing = dataclasses.replace(peer, run=lambda **leaves: peer.run(**leaves) * math.nan)
@@ -174,12 +150,10 @@ def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
 
 
 def test_the_tables_of_the_readme_are_what_the_records_say():
-    table = importlib.import_module("table")
     assert table.readme() == (KERNELS / "README.md").read_text(encoding="utf-8"), "run python kernels/table.py"
 
 
 def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
-    gpu = importlib.import_module("bench_gpu")
     text = " ".join((KERNELS / "README.md").read_text(encoding="utf-8").split())
     for name in ("official_longhorn_cuda", "mamba_cuda"):
         for forward, backward in gpu.ANCHORS[name].values():
@@ -187,6 +161,5 @@ def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
 
 
 def test_a_table_is_rewritten_from_its_record_and_nothing_else_moves():
-    table = importlib.import_module("table")
     text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
     assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")

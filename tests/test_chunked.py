@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scan_cases import gradients, leaves
 from longhorn_kit.scan import chunked
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "timed s6")
-NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
 def make(B, T, D, N, form="diagonal", dtype=torch.float64, scalar=False, seed=0, key_scale=1.0):
@@ -31,14 +31,10 @@ def run(form, t, reference=False, chunk=None):
 
 def everything(form, t, weights=(1, 1), **options):
     "Values and gradients of all inputs by name, under one random projection of output and final state."
-    t = {n: None if v is None else v.detach().requires_grad_() for n, v in t.items()}
-    out, S = run(form, t, **options)
-    gen = torch.Generator().manual_seed(9)
-    loss = sum(w * (v * torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype)).sum()
-               for w, v in zip(weights, (out, S)) if w)
-    names = [n for n in NAMES if t[n] is not None]
-    grads = torch.autograd.grad(loss, [t[n] for n in names], materialize_grads=True)
-    return dict(out=out.detach(), state=S.detach()) | {n: g for n, g in zip(names, grads)}
+    t, gen = leaves(t), torch.Generator().manual_seed(9)
+    results = run(form, t, **options)
+    used = [(v, torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype)) for w, v in zip(weights, results) if w]
+    return dict(zip(("out", "state"), (v.detach() for v in results))) | gradients(*zip(*used), t)
 
 
 def agree(ours, theirs, tolerance):
@@ -79,11 +75,9 @@ def test_extreme_keys_and_rates(form, scale, logit):
     t = make(1, 50, 3, 8, form, key_scale=scale)
     t["b"] = t["b"].sign() * logit + t["b"] * (logit == 0)
     agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
-    single = {n: None if v is None else v.float() for n, v in t.items()}
-    for name, value in everything(form, single, chunk=16).items():
-        assert torch.isfinite(value).all(), name
-    agree({n: v for n, v in everything(form, single, chunk=16).items() if n in ("out", "state", "x")},
-          {n: v for n, v in everything(form, t, reference=True).items() if n in ("out", "state", "x")}, 2e-5)
+    single, exact = everything(form, leaves(t, torch.float32), chunk=16), everything(form, t, reference=True)
+    assert all(torch.isfinite(value).all() for value in single.values())
+    agree(single, {n: exact[n] for n in ("out", "state", "x")}, 2e-5)
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
@@ -98,8 +92,7 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, "exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
-    single = {n: None if v is None else v.float() for n, v in t.items()}
-    ours, theirs = everything("exact", single), everything("exact", t, reference=True)
+    ours, theirs = everything("exact", leaves(t, torch.float32)), everything("exact", t, reference=True)
     for name in theirs:
         error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
         assert error < 1e-3, (name, error)
@@ -109,8 +102,7 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
     t = make(2, 96, 40, N, form, key_scale=N ** -0.5)
-    single = {n: None if v is None else v.float() for n, v in t.items()}
-    ours, theirs = everything(form, single), everything(form, t, reference=True)
+    ours, theirs = everything(form, leaves(t, torch.float32)), everything(form, t, reference=True)
     for name, expected in theirs.items():
         assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
@@ -118,7 +110,7 @@ def test_float32_at_layer_like_sizes(form, N):
 @pytest.mark.parametrize("form", FORMS)
 def test_no_second_derivative_is_taken_for_zero(form):
     "`torch.autograd.grad` asks for some inputs only and must not find that nothing depends on them."
-    t = {n: None if v is None else v.requires_grad_() for n, v in make(2, 5, 3, 2, form).items()}
+    t = leaves(make(2, 5, 3, 2, form))
     given = {n: v for n, v in t.items() if v is not None}
     for first in (v for n, v in given.items() if n not in ("D_skip", "z")): # those two meet the read-outs outside the scan
         for second in given.values():
@@ -189,21 +181,18 @@ def test_no_checkpoints_without_gradients(form, monkeypatch):
     t = make(1, 20, 2, 3, form)
     run(form, t, chunk=4)
     with torch.no_grad():
-        run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
+        run(form, leaves(t), chunk=4)
     assert [tape[-1].numel() for _, _, tape in seen] == [0, 0]
-    run(form, {n: None if v is None else v.clone().requires_grad_() for n, v in t.items()}, chunk=4)
+    run(form, leaves(t), chunk=4)
     assert seen[-1][2][-1].shape == (5, 1, 3, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_some_inputs_need_gradients(form):
     t = make(1, 9, 2, 3, form)
-    t["k"].requires_grad_()
-    run(form, t, chunk=4)[0].sum().backward()
-    expected = make(1, 9, 2, 3, form)
-    expected["k"].requires_grad_()
-    run(form, expected, reference=True)[0].sum().backward()
-    torch.testing.assert_close(t["k"].grad, expected["k"].grad, rtol=1e-11, atol=1e-11)
+    k = t["k"].requires_grad_()
+    ours, expected = (torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0] for reference in (False, True))
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])

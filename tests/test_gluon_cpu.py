@@ -56,16 +56,20 @@ def kernels(form):
     return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
 
 
-def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
-    n = None if bounds is None else len(bounds) - 1
-    a, dout, dfinal = inputs(B, T, D, N, form, dtype=dtype, scalar=scalar, sequences=n)
+def scanned(form, a, dout, dfinal, bounds=None, **plan):
+    "Output, final state and gradients."
     make, forward, backward = kernels(form)
-    given, rest = [a[name] for name in ARGUMENTS[:7]], {} if a["A"] is None else dict(A=a["A"])
-    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    sizes, given, rest = (*a["x"].shape, a["q"].shape[2]), [a[name] for name in ARGUMENTS[:7]], {} if a["A"] is None else dict(A=a["A"])
+    n, cu = (None, None) if bounds is None else (len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32))
     with gluon_on_cpu():
-        out, final, kept = forward(make(B, T, D, N, n, **plan), *given, a["initial_state"], cu, **rest)
-        grads = backward(make(B, T, D, N, n, "backward", **plan), dout, dfinal, kept, *given, cu, **rest)
-    return off((out, final, dict(zip(ARGUMENTS, grads))), oracle(a, dout, dfinal, form, bounds))
+        out, final, kept = forward(make(*sizes, n, **plan), *given, a["initial_state"], cu, **rest)
+        grads = backward(make(*sizes, n, "backward", **plan), dout, dfinal, kept, *given, cu, **rest)
+    return out, final, dict(zip(ARGUMENTS, grads))
+
+
+def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
+    made = inputs(B, T, D, N, form, dtype=dtype, scalar=scalar, sequences=None if bounds is None else len(bounds) - 1)
+    return off(scanned(form, *made, bounds, **plan), oracle(*made, form, bounds))
 
 
 CASES = [
@@ -101,20 +105,13 @@ def test_fast_kernels_are_right(form, case):
 
 @pytest.mark.parametrize("form", ["exact", "diagonal", "decoupled", "s6", "s6_timed"])
 def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
-    gen = torch.Generator().manual_seed(0)
-    new = lambda *s: torch.randn(*s, generator=gen).bfloat16()
-    make, forward, backward = kernels(form)
-    q, k, x, b, z, dout = new(1, 20, 16), new(1, 20, 16) / 2, new(1, 20, 40), new(1, 20, 40), new(1, 20, 40), new(1, 20, 40)
-    b[0, 5, 3] = float("nan")
-    inputs, sizes = (q, k, x, b, None, None, z), dict(s6=(40, 16), s6_timed=(1, 20, 16)).get(form)
-    rates = {} if sizes is None else dict(A=-new(*sizes).exp())
-    with gluon_on_cpu():
-        out, final, kept = forward(make(1, 20, 40, 16), *inputs, None, None, **rates)
-        grads = backward(make(1, 20, 40, 16, None, "backward"), dout, None, kept, *inputs, None, **rates)
+    a, dout, _ = inputs(1, 20, 40, 16, form, dtype=BF16, state=False, bias=False, skip=False)
+    a["b"][0, 5, 3] = float("nan")
+    out, final, grads = scanned(form, a, dout, None)
     other = [d for d in range(40) if d != 3]
-    assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads[3][0, 5, 3].isnan()
+    assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads["b"][0, 5, 3].isnan()
     assert not out[0, :, other].isnan().any() and not final[0, other].isnan().any()
-    assert not any(grads[i][0, :, other].isnan().any() for i in (2, 3, 6))
+    assert not any(grads[name][0, :, other].isnan().any() for name in "xbz")
 
 
 def exact_gradients(D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False):
@@ -251,18 +248,16 @@ def test_afterwards_kernels_are_compiled_again():
 @pytest.mark.parametrize("form", ("exact", "diagonal", "decoupled"))
 def test_later_steps_change_no_output(form, N):
     "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
-    gen = torch.Generator().manual_seed(0)
-    new = lambda *s: torch.randn(*s, generator=gen).to(BF16)
-    a = dict(q=new(1, 37, N), k=new(1, 37, N) / 2, x=new(1, 37, 40), b=new(1, 37, 40), bias=None, skip=None, z=new(1, 37, 40),
-             initial_state=None, cu_seqlens=None)
+    a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
+    run = lambda a, **options: forward(make(1, 37, 40, N), *(a[name] for name in ARGUMENTS[:7]), None, None, **options)
     with gluon_on_cpu():
-        want, final, _ = forward(make(1, 37, 40, N), **a)
+        want, final, _ = run(a)
         for content in (float("nan"), float("inf"), 4e18):
             for name in ("k", "x", "b", "z"):
                 changed = a[name].clone()
                 changed[:, 20:] = content
-                got = forward(make(1, 37, 40, N), **a | {name: changed})[0]
+                got = run(a | {name: changed})[0]
                 assert torch.equal(got[:, :20], want[:, :20]), (name, content)
         if form == "exact":
-            assert torch.equal(forward(make(1, 37, 40, N), **a, read=False)[1], final)
+            assert torch.equal(run(a, read=False)[1], final)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from fla_files import naive, ops_folder
 from longhorn_kit.scan import matrix
@@ -30,10 +31,10 @@ def draw(decay, delta, bonus, B=2, T=37, H=3, N=5, P=4, strongest=10.0, dtype=to
     return {name: tensor.to(dtype) for name, tensor in t.items() if tensor is not None}
 
 
-def with_gradients(t, backend):
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
-    y, S = matrix_scan(**leaves, output_final_state=True, backend=backend)
-    return y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), list(leaves.values()))
+def with_gradients(t, backend, scan=matrix_scan, without=()):
+    leaves = {name: tensor.clone().requires_grad_(name not in without) for name, tensor in t.items()}
+    y, S = scan(**leaves, output_final_state=True, backend=backend)
+    return y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), [leaf for leaf in leaves.values() if leaf.requires_grad])
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -87,7 +88,7 @@ def swap(*tensors):
     return (tensor.transpose(1, 2) for tensor in tensors)
 
 
-def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
+def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, **options):
     "The naive operation for these arguments, with its own scale taken out and its states (B,H,N,P) turned."
     scaled, S = q * q.shape[-1] ** 0.5, initial_state.mT
     if bonus is not None:
@@ -113,10 +114,7 @@ def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=Non
 @pytest.mark.parametrize("decay, delta, bonus", [case for case in CASES if case[:2] != ("key", True)])
 def test_the_recurrence_is_that_of_flash_linear_attention(decay, delta, bonus):
     t = draw(decay, delta, bonus, T=70, dtype=torch.float32)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
-    y, S = their_scan(**leaves)
-    theirs = y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), list(leaves.values()))
-    for a, b in zip(with_gradients(t, "chunked"), theirs):
+    for a, b in zip(with_gradients(t, "chunked"), with_gradients(t, None, their_scan)):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
@@ -126,11 +124,7 @@ def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
     t = draw(decay, delta, bonus, T=70)
     t["log_decay"][:, [0, 33]] = strongest
     t["log_decay"][:1, 50:52] = strongest
-    def run(backend):
-        leaves = {name: tensor.clone().requires_grad_(name != "log_decay") for name, tensor in t.items()}
-        y, S = matrix_scan(**leaves, output_final_state=True, backend=backend)
-        return y, S, *torch.autograd.grad(y.square().sum() + S.sum(), [v for v in leaves.values() if v.requires_grad])
-    for ours, expected in zip(run("chunked"), run("reference")):
+    for ours, expected in zip(*(with_gradients(t, backend, without=["log_decay"]) for backend in ("chunked", "reference"))):
         torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
 
 
@@ -227,13 +221,10 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     matrix._fla_trouble.cache_clear()
-    graphs = []
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
+    count = CompileCounter()
     try:
         asked = torch.compile(lambda x: 2 * x if matrix.fla_trouble() is None else x, backend=count)
-        assert asked(torch.ones(2)).tolist() == [2, 2] and len(graphs) == 1
+        assert asked(torch.ones(2)).tolist() == [2, 2] and count.frame_count == 1
     finally:
         matrix._fla_trouble.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:

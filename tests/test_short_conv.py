@@ -41,14 +41,6 @@ def results(run, a, dy, dfinal):
     return dict(y=out[0].detach(), final=out[1].detach(), **grads)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_results_can_be_viewed_in_any_shape(backend, activation):
-    a, *_ = inputs(2, 9, 5, 4)
-    out = causal_conv1d(**a, activation=activation, output_final_state=True, backend=backend)
-    assert all(t.is_contiguous() for t in out)
-
-
 def oracle(a, dy, dfinal, activation="silu", bounds=None):
     def run(x, weight, bias, initial_state):
         if bounds is None:
@@ -71,6 +63,7 @@ def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", d
     got, want = ours(a, dy, dfinal, backend, bounds, activation=activation), oracle(a, dy, dfinal, activation, bounds)
     bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
     assert got.keys() == want.keys() and not bad, bad
+    assert got["y"].is_contiguous() and got["final"].is_contiguous() # can be viewed in any shape
 
 
 @pytest.fixture
@@ -80,9 +73,10 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("B, T, D, W", [(2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3)])
-def test_outputs_and_gradients(B, T, D, W, backend, small):
-    assert_right(B, T, D, W, backend)
+@pytest.mark.parametrize("shape, bounds", [*(((*shape,), None) for shape in ((2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3))),
+                                           ((1, 21, 3, 4), [0, 0, 2, 14, 15, 21])]) # shorter than the window, and empty
+def test_outputs_and_gradients(shape, bounds, backend, small):
+    assert_right(*shape, backend, bounds)
 
 
 @pytest.mark.parametrize("options", [dict(activation=None), dict(bias=False), dict(state=False), dict(dtype=torch.bfloat16)])
@@ -96,22 +90,19 @@ def test_plans_for_real_shapes():
     assert_right(1, 18, 33, 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences_shorter_than_the_window_and_empty_ones(backend, small):
-    assert_right(1, 21, 3, 4, backend, bounds=[0, 0, 2, 14, 15, 21])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_is_bit_identical_to_alone(backend, small):
-    bounds = [0, 9, 11, 20]
-    a, dy, dfinal = inputs(1, 20, 3, 4, 3)
+def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", "x", "final")):
+    a, dy, dfinal = inputs(1, bounds[-1], D, 4, len(bounds) - 1, dtype)
     packed = ours(a, dy, dfinal, backend, bounds)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
         alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
-        assert torch.equal(alone["y"], packed["y"][:, lo:hi]) and torch.equal(alone["x"], packed["x"][:, lo:hi])
-        assert torch.equal(alone["final"], packed["final"][i : i + 1])
-        assert torch.equal(alone["initial_state"], packed["initial_state"][i : i + 1])
+        for name in names:
+            assert torch.equal(alone[name], packed[name][:, lo:hi] if name in "xy" else packed[name][i : i + 1]), (i, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_is_bit_identical_to_alone(backend, small):
+    assert_packed_as_alone(backend, [0, 9, 11, 20], 3, names=("y", "x", "final", "initial_state"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -321,13 +312,7 @@ def test_gpu_parity(shape, dtype):
 def test_gpu_packed(dtype):
     bounds = [0, 1, 1, 300, 333, 1200]
     assert_right(1, 1200, 72, 4, bounds=bounds, dtype=dtype)
-    a, dy, dfinal = inputs(1, 1200, 72, 4, 5, dtype)
-    packed = ours(a, dy, dfinal, "triton", bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
-        alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1])
-        assert torch.equal(alone["y"], packed["y"][:, lo:hi]) and torch.equal(alone["x"], packed["x"][:, lo:hi])
-        assert torch.equal(alone["final"], packed["final"][i : i + 1])
+    assert_packed_as_alone("triton", bounds, 72, dtype)
 
 
 @pytest.mark.cuda

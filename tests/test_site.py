@@ -4,14 +4,13 @@ The pages are prepared (and those tests run) without the extra `docs`; building 
 """
 import ast
 import importlib.metadata
-import importlib.util
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 import pytest
+from bs4 import BeautifulSoup
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -20,7 +19,6 @@ import build  # noqa: E402
 
 NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning") # of Sphinx's extensions
-needs_sphinx = pytest.mark.skipif(importlib.util.find_spec("myst_nb") is None, reason="needs the extra 'docs'")
 
 
 def text_of(name):
@@ -28,29 +26,15 @@ def text_of(name):
     return "\n".join(cell["source"] for cell in build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"])
 
 
-class Page(HTMLParser):
-    "What the tests ask of a page: its anchors, links, loaded files and text outside of <script>."
+class Page:
+    "What the tests ask of a page: its anchors, links, loaded files, pictures and text outside of <script>."
     def __init__(self, path):
-        super().__init__()
-        self.ids, self.links, self.loaded, self.pictures, self.text, self.skip = set(), [], [], [], [], 0
-        self.feed(path.read_text(encoding="utf-8"))
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.ids |= {attrs.get("id"), attrs.get("name") if tag == "a" else None}
-        if tag == "a" and "href" in attrs:
-            self.links.append(attrs["href"])
-        if tag in ("script", "img", "iframe", "video", "source", "audio") and "src" in attrs:
-            self.loaded.append(attrs["src"])
-        if tag == "img":
-            self.pictures.append(attrs)
-        if tag == "link" and attrs.get("rel") not in ("index", "search", "next", "prev", "canonical"):
-            self.loaded.append(attrs["href"])
-        self.skip += tag in ("script", "style")
-    def handle_endtag(self, tag):
-        self.skip -= tag in ("script", "style")
-    def handle_data(self, data):
-        if not self.skip:
-            self.text.append(data)
+        soup = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+        self.ids = {tag["id"] for tag in soup.find_all(id=True)} | {tag.get("name") for tag in soup.find_all("a")}
+        self.links, self.pictures = [tag["href"] for tag in soup.find_all("a", href=True)], soup.find_all("img")
+        self.loaded = [tag["src"] for tag in soup.find_all(("script", "img", "iframe", "video", "source", "audio"), src=True)]
+        self.loaded += [tag["href"] for tag in soup.find_all("link") if not {"index", "search", "next", "prev", "canonical"} & {*tag.get("rel", ())}]
+        self.text = soup.get_text() # of <script> and <style> it gives nothing
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +45,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    pytest.importorskip("myst_nb", reason="needs the extra 'docs'")
     folder = tmp_path_factory.mktemp("site")
     assert build.build(folder / "site", folder / "work") == 0, "Sphinx reports errors or warnings; `make docs` shows them"
     return folder / "site"
@@ -84,13 +69,10 @@ def test_every_exported_public_function_has_an_entry(prepared):
     _, names = prepared
     for path in build.notebooks():
         module = build.module_of(build.read(path))
-        if not module:
-            continue
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text() if module else "")
         wanted = {f"{module}.{node.name}" for node in tree.body
                   if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
-        assert wanted <= set(names["definitions"]), f"{path.name}: {wanted - set(names['definitions'])}"
-        assert wanted <= set(names["lines"])
+        assert wanted <= {*names["definitions"]} & {*names["lines"]}, f"{path.name}: {wanted - {*names['definitions']}}"
 
 
 def test_public_interface_is_found_and_shown_unfolded():
@@ -278,7 +260,6 @@ def test_glossary_is_in_order_and_says_where_each_word_is_explained():
 
 # --- the built site -----------------------------------------------------------------------------------------------
 
-@needs_sphinx
 def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site, pages):
     assert {f"{name.as_posix()}.html" for name in NOTEBOOKS} <= set(pages)
     assert "longhorn_scan" in (site / "searchindex.js").read_text() and "search.html" in pages
@@ -286,7 +267,6 @@ def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site,
     assert size < 60e6, f"the site has {size / 1e6:.0f} MB"
 
 
-@needs_sphinx
 def test_every_local_link_and_anchor_has_a_target(site, pages):
     broken = []
     for name, page in pages.items():
@@ -303,23 +283,17 @@ def test_every_local_link_and_anchor_has_a_target(site, pages):
     assert not broken
 
 
-@needs_sphinx
-def test_no_link_of_the_site_leads_to_an_unpublished_repository(pages):
+def test_no_page_shows_markup_or_loads_from_the_network_or_links_an_unpublished_repository_and_figures_say_what_they_are(site, pages):
     own = [link for page in pages.values() for link in page.links if re.search(r"github.*/longhorn-kit/|^/", link)]
     assert bool(own) == bool(build.REPOSITORY) and all(build.REPOSITORY.partition(".com")[2] in link for link in own)
-
-
-@needs_sphinx
-def test_no_page_shows_markup_or_loads_from_the_network_and_figures_say_what_they_are(site, pages):
     for name, page in pages.items():
         assert not [url for url in page.loaded if re.match(r"(https?:)?//", url)], name
-        assert not [mark for mark in ("#|", ":::", "{py:") if mark in "".join(page.text)], name
+        assert not [mark for mark in ("#|", ":::", "{py:") if mark in page.text], name
         assert all(picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")), name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
 
 
-@needs_sphinx
 def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equations_are_linked(prepared, pages):
     for full_name, doc in prepared[1]["definitions"].items():
         assert full_name in pages[f"{doc}.html"].ids, full_name

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+NVIDIA = ["sm_80", "sm_90", "sm_100"]
 FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel"}
 PORTABLE = {"_token_kernel", "_scan_fwd_kernel", "_carry_kernel", "_adjoint_kernel", "_scan_bwd_kernel", "_sum_kernel", "_rows_kernel"}
 # (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
@@ -70,10 +71,9 @@ def assert_bounded(rows):
 
 def test_fast_kernels_compile_and_keep_what_is_no_number():
     "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor; softplus adds two terms, and one keeps it."
-    targets = ["sm_80", "sm_90", "sm_100"]
-    rows = compiled("fast", targets, only="^fast (diagonal|exact|decoupled|s6|s6_timed)$")
+    rows = compiled("fast", NVIDIA, only="^fast (diagonal|exact|decoupled|s6|s6_timed)$")
     assert_bounded(rows)
-    for target in targets:
+    for target in NVIDIA:
         assert {r["kernel"] for r in rows if r["target"] == target} >= FAST
         for form in ("s6", "s6_timed", "decoupled"):
             assert sum(r["kernel"] in FAST for r in rows if r["target"] == target and r["case"] == f"fast {form}") == 3
@@ -87,7 +87,7 @@ def test_fast_kernels_compile_and_keep_what_is_no_number():
 
 
 def test_portable_kernels_compile_and_keep_what_is_no_number():
-    targets = ["sm_80", "sm_90", "sm_100", "gfx942"]
+    targets = [*NVIDIA, "gfx942"]
     rows = compiled("portable", targets, only="^decoupled N=16$")
     assert_bounded(rows)
     for target in targets:
@@ -99,15 +99,9 @@ def test_portable_kernels_compile_and_keep_what_is_no_number():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100"))
-def test_all_fast_kernels_compile(target):
-    assert_bounded(compiled("fast", [target]))
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))
-def test_all_portable_kernels_compile(target):
-    assert_bounded(compiled("portable", [target]))
+@pytest.mark.parametrize("what, target", [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))])
+def test_all_kernels_compile(what, target):
+    assert_bounded(compiled(what, [target]))
 
 
 @pytest.mark.slow
@@ -163,23 +157,18 @@ print(triton_op.fast_kernels_work(0), triton_op.fast_kernels_work(1))
     assert len(log.splitlines()) == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
 
 
-def test_what_the_fast_kernels_do_not_take_is_said_once():
-    out, log = without_interpreter("-c", """
-import logging, torch
-from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
-logging.basicConfig()
-new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
-half = new(16, torch.float16)
-for form, k, every in (("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0),
-                       ("diagonal", half, 8), ("exact", new(65), 16), ("s6_timed", half, 8)):
-    why = _not_taken(form, k, k, every)
-    print(why)
-    if why:
-        _portable_instead(why), _portable_instead(why)
-""")
-    half, spacing, own, *taken = out.splitlines()
-    assert "torch.float16" in half and "not every 4" in spacing and taken == ["None"] * 3
-    assert "s6 ones" in own and "N = 65" in own and len(log.splitlines()) == 3
+def test_what_the_fast_kernels_do_not_take_is_said_once(caplog):
+    from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
+    _portable_instead.cache_clear()
+    new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
+    half = new(16, torch.float16)
+    half_exact, spacing, own, *taken = whys = [_not_taken(form, k, k, every) for form, k, every in (
+        ("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0), ("diagonal", half, 8), ("exact", new(65), 16), ("s6_timed", half, 8))]
+    assert "torch.float16" in half_exact and "not every 4" in spacing and taken == [None] * 3
+    assert "s6 ones" in own and "N = 65" in own
+    for why in 2 * whys[:3]:
+        _portable_instead(why)
+    assert len(caplog.messages) == 3
 
 
 ALONE_AND_PACKED = """
