@@ -1,12 +1,10 @@
 """The claims: the published tables, what the functions read from a record, and that every claim is complete."""
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from longhorn_kit.lab import claims, compare, published
-from longhorn_kit.lab.ledger import ledger, results_folder
+from longhorn_kit.lab.ledger import results_folder
 
 RECORDED = results_folder()
 
@@ -18,15 +16,9 @@ def test_averages_of_the_published_recall_table_are_the_published_averages():
         assert len(scores) == len(published.RECALL_TASKS) and sum(scores) / 6 == pytest.approx(average, abs=0.006)
 
 
-def test_arithmetic_settles_what_it_can():
-    found = {claim.name: claim.settled() for claim in claims.CLAIMS if claim.settled}
-    (comparison, judgement), = found["read-twice"]
-    assert judgement.verdict == "does not hold" and round(judgement.difference, 2) == 3.27 and comparison.published == 4.25
-    assert [pair[1].verdict for pair in found["recall-intensive"]] == ["does not hold"] * 2
-    assert "4 of 6" in found["recall-intensive"][0][0].label and "5 of 6" in found["recall-intensive"][1][0].label
-    assert all(judgement.verdict == "cannot be judged" for name, pairs in found.items() if name.startswith("elsewhere") for _, judgement in pairs)
-    assert [comparison.label.split(":")[0] for comparison, _ in found["elsewhere-recall"]] == [
-        name for name in published.INDEPENDENT if "2K/4K/8K" in name], "no column is left out"
+def test_no_column_of_what_others_measured_is_left_out():
+    found = [comparison.label.split(":")[0] for comparison, _ in claims.find_claim("elsewhere-recall").settled()]
+    assert found == [name for name in published.INDEPENDENT if "2K/4K/8K" in name]
 
 
 def test_every_claim_is_complete():
@@ -70,14 +62,6 @@ def test_a_claim_that_holds_at_one_shape_only_is_undecided():
     uneven["rows"][0]["forward_ms"] = 3.0
     comparison, found = claims.find_claim("kernel-time").timed(uneven)[0]
     assert found.verdict == "undecided" and comparison.differences == pytest.approx((1 / 3, 1, 1)) and found.low == pytest.approx(1 / 3)
-
-
-def test_recorded_kernel_times_say_what_the_text_says():
-    rows = [row for row in ledger("x") if row.file == claims.Claim.times]
-    assert {row.claim.name: row.judgement.verdict for row in rows} == {
-        "exact-cost": "does not hold", "kernel-time": "holds", "kernel-official": "holds"} # the last one: ours against the official
-    official = [row.judgement for row in rows if "official against Mamba" in row.comparison.label]
-    assert [found.verdict for found in official] == ["does not hold"] * 2 and abs(official[0].difference / official[1].difference - 1) < 0.05
 
 
 @pytest.mark.parametrize("best, tried, told", [
@@ -160,11 +144,6 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
     assert (found.label, found.differences) == ("fact, taught, 128 tokens: diagonal above Mamba", (50,))
 
 
-def test_recorded_training_speeds_are_judged():
-    rows = [row for row in ledger("x") if row.claim.name == "training-speed"]
-    assert [row.judgement.verdict for row in rows] == ["holds", "holds"] and all(1 < row.judgement.low < row.judgement.high < 1.5 for row in rows)
-
-
 def test_state_numbers_of_the_records_are_those_of_the_models():
     import torch
     from longhorn_kit.lab.language import state_numbers
@@ -173,11 +152,6 @@ def test_state_numbers_of_the_records_are_those_of_the_models():
         for run in json.loads((RECORDED / "language" / f"{name}.json").read_text())["results"]["runs"]:
             with torch.device("meta"):
                 assert state_numbers(SequenceLM(LMConfig(**run["model"]))) == run["state_numbers"], run["mixer"]
-
-
-def test_no_word_of_the_old_rule_is_left():
-    for path in Path(claims.__file__).parent.glob("*.py"):
-        assert not re.search(r"compare_seeds|all_of\(|\"mixed\"", path.read_text(encoding="utf-8")), path.name
 
 
 def test_unknown_name_suggests_the_nearest():

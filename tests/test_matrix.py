@@ -180,16 +180,12 @@ ROUTES = {  # decay, delta rule: the function for it, and the one where gradient
 }
 
 
-def gpu(monkeypatch, triton, capability):
+@pytest.mark.parametrize("decay, delta, bonus", CASES)
+@pytest.mark.parametrize("triton, capability, wrong", [((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)])
+def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus, triton, capability, wrong):
+    "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
     monkeypatch.setattr(matrix, "TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-
-
-@pytest.mark.parametrize("decay, delta, bonus", CASES)
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus, wrong):
-    "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
-    gpu(monkeypatch, (3, 6, 0) if wrong else (3, 7, 1), 9)
     called = []
     def kernel(name, order):
         def run(q, k, v, *rates, scale, initial_state, output_final_state):
@@ -283,19 +279,6 @@ def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     assert "not float64" in matrix.fla_obstacle(q, x(torch.float64), None)
     assert "delta rule takes bfloat16" in matrix.fla_obstacle(q, x(torch.float32), 1)
     assert matrix.fla_obstacle(q, x(torch.bfloat16), 1) is None
-    assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == "fla"
+    assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), 1) == "fla"
     assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
     assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"
-
-
-@pytest.mark.parametrize("beta, bonus, right, instead", [
-    (None, None, "chunk_simple_gla", "chunk_gla"), (1, None, "chunk_gated_delta_rule", "chunk_kda"),
-    (None, 1, "chunk_rwkv6", "chunk_rwkv6")])
-def test_one_decay_a_head_takes_other_kernels_only_where_its_own_are_wrong(monkeypatch, beta, bonus, right, instead):
-    q, x = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64)), SimpleNamespace(dtype=torch.bfloat16)
-    monkeypatch.setattr(matrix, "fla_trouble", lambda: None)
-    assert matrix.pick_matrix_backend("auto", q, x, beta) == "fla"
-    pick = lambda keys: matrix.fla_function(torch.zeros(1, 1, 1, keys), beta, bonus)
-    for version, capability, wrong in (((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)):
-        gpu(monkeypatch, version, capability)
-        assert (pick(1), pick(64)) == (instead if wrong else right, instead)

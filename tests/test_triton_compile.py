@@ -157,18 +157,23 @@ print(triton_op.fast_kernels_work(0), triton_op.fast_kernels_work(1))
     assert len(log.splitlines()) == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
 
 
-def test_what_the_fast_kernels_do_not_take_is_said_once(caplog):
-    from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
-    _portable_instead.cache_clear()
-    new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
-    half = new(16, torch.float16)
-    half_exact, spacing, own, *taken = whys = [_not_taken(form, k, k, every) for form, k, every in (
-        ("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0), ("diagonal", half, 8), ("exact", new(65), 16), ("s6_timed", half, 8))]
-    assert "torch.float16" in half_exact and "not every 4" in spacing and taken == [None] * 3
-    assert "s6 ones" in own and "N = 65" in own
-    for why in 2 * whys[:3]:
-        _portable_instead(why)
-    assert len(caplog.messages) == 3
+def test_what_the_fast_kernels_do_not_take_is_said_once():
+    out, log = without_interpreter("-c", """
+import logging, torch
+from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
+logging.basicConfig()
+new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
+half = new(16, torch.float16)
+for form, k, every in (("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0),
+                       ("diagonal", half, 8), ("exact", new(65), 16), ("s6_timed", half, 8)):
+    why = _not_taken(form, k, k, every)
+    print(why)
+    if why:
+        _portable_instead(why), _portable_instead(why)
+""")
+    half, spacing, own, *taken = out.splitlines()
+    assert "torch.float16" in half and "not every 4" in spacing and taken == ["None"] * 3
+    assert "s6 ones" in own and "N = 65" in own and len(log.splitlines()) == 3
 
 
 ALONE_AND_PACKED = """

@@ -66,34 +66,20 @@ def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     assert_same_bits(*(kernels(a, dout, dfinal, "exact") for _ in range(2)))
 
 
-@pytest.mark.parametrize("D", (8488, 8489))
-def test_packed_exact_in_wide_blocks_of_ragged_widths_is_bit_identical_to_alone(D):
-    bounds = [0, 1, 1, 16, 31, 47, 64, 64, 163]
-    a, dout, dfinal = inputs(1, 163, D, 16, "exact", dtype=BF16, sequences=8)
-    assert_packed_as_alone(a, dout, dfinal, "exact", bounds, start=True)
+@pytest.mark.parametrize("form, D, N, bounds, start", [
+    *(("exact", D, 16, [0, 1, 1, 16, 31, 47, 64, 64, 163], True) for D in (8488, 8489)), # wide blocks of ragged widths
+    *(("diagonal", 72, N, [0, 1, 1, 300, 1500, 1600], False) for N in (32, 100))])
+def test_packed_in_wide_blocks_or_with_more_states_is_bit_identical_to_alone(form, D, N, bounds, start):
+    a, dout, dfinal = inputs(1, bounds[-1], D, N, form, dtype=BF16, sequences=len(bounds) - 1, key_scale=2 * N**-0.5)
+    assert_packed_as_alone(a, dout, dfinal, form, bounds, start=start)
 
 
-@pytest.mark.parametrize("N", (3, 17, 64, 100))
-def test_parity_of_diagonal_with_more_states(N):
+@pytest.mark.parametrize("form, N", [*(("diagonal", N) for N in (3, 17, 64, 100)), *((form, N) for form in OWN_RATES for N in (3, 32, 40))])
+def test_parity_with_more_states(form, N):
     "One segment and several, ragged in time and channels."
-    for shape in ((2, 100, 72, N), (1, 1100, 40, N), (2, 100, 69, N)):
-        assert_close(errors(*shape, "diagonal", dtype=BF16, key_scale=2 * N**-0.5), BF16)
-    assert_close(errors(2, 43, 40, N, "diagonal", dtype=FP32, key_scale=2 * N**-0.5), FP32, factor=2)
-
-
-@pytest.mark.parametrize("N", (3, 32, 40))
-@pytest.mark.parametrize("form", OWN_RATES)
-def test_parity_of_rates_of_their_own_with_more_states(form, N):
-    for shape in ((2, 100, 72, N), (1, 1100, 40, N)):
+    for shape in ((2, 100, 72, N), (1, 1100, 40, N), *[(2, 100, 69, N)] * (form == "diagonal")):
         assert_close(errors(*shape, form, dtype=BF16, key_scale=2 * N**-0.5), BF16)
     assert_close(errors(2, 43, 40, N, form, dtype=FP32, key_scale=2 * N**-0.5), FP32, factor=2)
-
-
-@pytest.mark.parametrize("N", (32, 100))
-def test_packed_diagonal_with_more_states_is_bit_identical_to_alone(N):
-    bounds = [0, 1, 1, 300, 1500, 1600]
-    a, dout, dfinal = inputs(1, 1600, 72, N, "diagonal", dtype=BF16, sequences=5, key_scale=2 * N**-0.5)
-    assert_packed_as_alone(a, dout, dfinal, "diagonal", bounds)
 
 
 @pytest.mark.parametrize("form", FORMS)
