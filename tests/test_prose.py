@@ -172,17 +172,15 @@ def lead(size, first, second):
     return losses[second] - losses[first]
 
 
+def laptop_run(mixer):
+    runs = read_json(ROOT / "nbs/lab/results/language/laptop.json")["results"]["runs"]
+    return next(run for run in runs if run["mixer"] == mixer)
+
+
 def language_cache():
     "Bytes of attention's cache in terms of Longhorn's, at the longest context."
-    runs = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["runs"]
-    numbers = {run["mixer"]: run["decode"]["numbers"][-1] for run in runs}
-    return numbers["attention"] / numbers["longhorn"]
-
-
-def language_size():
-    "Parameters of the paper's 120M Longhorn in terms of those of the laptop's."
-    runs = json.loads((ROOT / "nbs/lab/results/language/laptop.json").read_text())["results"]["runs"]
-    return 128.56e6 / next(run["parameters"] for run in runs if run["mixer"] == "longhorn")
+    attention, longhorn = (laptop_run(mixer)["decode"]["numbers"][-1] for mixer in ("attention", "longhorn"))
+    return attention / longhorn
 
 
 def backward_counter(name):

@@ -295,7 +295,6 @@ def test_mistakes_are_told_in_one_line(call, message):
     assert "\n" not in str(problem.value)
 
 
-# ---- the whole, on a GPU
 SHAPES = [(2, 67, 40, 4), (1, 1300, 129, 3), (3, 33, 31, 2), (2, 500, 96, 8), (1, 4097, 64, 5), (2, 41, 1030, 4), (1, 17, 1, 1), (4, 1, 256, 4)]
 
 

@@ -56,8 +56,6 @@ def pages(site):
     return {path.relative_to(site).as_posix(): Page(path) for path in sorted(site.rglob("*.html"))}
 
 
-# --- the pages as Sphinx gets them --------------------------------------------------------------------------------
-
 def test_pages_have_no_directives_and_no_hidden_cells(prepared):
     folder, _ = prepared
     for name in NOTEBOOKS:
@@ -167,8 +165,6 @@ def test_every_pin_is_tested_and_takes_every_python_that_the_kit_takes():
                 if not all(version in SpecifierSet(need) for version in ("3.11.0", "3.12.0", "3.13.0"))}
 
 
-# --- README, glossary, references ---------------------------------------------------------------------------------
-
 def test_readme_shows_what_the_index_notebook_and_the_ledger_say_and_files_have_the_address_of_the_setting():
     for name, text in build.addressed().items():
         assert (ROOT / name).read_text() == text, f"{name}: run `make readme`"
@@ -257,8 +253,6 @@ def test_glossary_is_in_order_and_says_where_each_word_is_explained():
     for line in re.findall(r"^- \*\*.*$", text_of("glossary"), flags=re.M):
         assert ".ipynb" in line, line
 
-
-# --- the built site -----------------------------------------------------------------------------------------------
 
 def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site, pages):
     assert {f"{name.as_posix()}.html" for name in NOTEBOOKS} <= set(pages)

@@ -54,8 +54,6 @@ def assert_same(got, want):
     assert all(torch.equal(got[n], want[n]) for n in want), [n for n in want if not torch.equal(got[n], want[n])]
 
 
-# ---- compilers
-
 @both_paths
 @pytest.mark.parametrize("form, options", (("diagonal", {}), ("s6", dict(sequences=2))) if not GPU else
                          [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_timed") for o in ({}, dict(sequences=2))])
@@ -205,8 +203,6 @@ def test_exports(form, learning, path):
         assert_same(*grads)
 
 
-# ---- precision
-
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
     "Under autocast the projections are bfloat16 and so are the scan's inputs; the skip weight stays float32."
@@ -221,8 +217,6 @@ def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
     whole.square().sum().backward()
     assert all(g.dtype == torch.float32 and error(g, p.grad) < 5e-2 for g, p in zip(grads, layer.parameters()))
 
-
-# ---- memory
 
 def bytes_kept(run, given):
     "Bytes that autograd keeps for the backward beyond the tensors that were there before."
@@ -312,8 +306,6 @@ def test_second_derivative_is_refused_in_words(path):
         out = scan(a)[0]
     assert not out.requires_grad
 
-
-# ---- graphs and sharding
 
 @both_paths
 @pytest.mark.cuda
@@ -413,8 +405,6 @@ def test_sharded_parameters_train(path):
     for name, p in layer.named_parameters():
         torch.testing.assert_close(grads[name], p.grad.cpu(), rtol=1e-4, atol=1e-5)
 
-
-# ---- length
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
