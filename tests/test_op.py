@@ -38,6 +38,13 @@ def run(form, t, A=None, **options):
     return selective_scan(t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"], **options)
 
 
+def everything(form, t, A=None, more=(), **options):
+    "Output, final state, and the gradients of what `run` takes and of more."
+    leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
+    out, ends = run(form, leaves, A, output_final_state=True, **options)
+    return out, ends, *torch.autograd.grad(out.square().sum() + ends.square().sum(), [*leaves.values(), *more])
+
+
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inplace", [False, True])
@@ -92,15 +99,9 @@ def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, 
 
 @pytest.mark.parametrize("form", RUNS)
 def test_gradients_of_states_and_parameters_flow_through_packing(form):
-    t = {n: v.double().requires_grad_() for n, v in make(1, 12).items()}
-    first = torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
-    A = rates(form, t).double()
-    bounds = torch.tensor([0, 5, 12])
-    results = []
-    for backend in ("auto", "reference"):
-        out, ends = run(form, t, A, initial_state=first, cu_seqlens=bounds, output_final_state=True, backend=backend)
-        results.append(torch.autograd.grad(out.square().sum() + ends.square().sum(), [*t.values(), first]))
-    for a, b in zip(*results):
+    t, first = make(1, 12, dtype=torch.float64), torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
+    options = dict(initial_state=first, cu_seqlens=torch.tensor([0, 5, 12]))
+    for a, b in zip(*(everything(form, t, None, [first], backend=backend, **options) for backend in ("auto", "reference"))):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -120,12 +121,8 @@ def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
     t = make(1, 12)
     bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32)[:, 0]
-    results = []
-    for cu in (bounds, bounds.clone()):
-        leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
-        out, ends = run(form, leaves, rates(form, t), cu_seqlens=cu, output_final_state=True, backend=backend)
-        results.append((out, ends, *torch.autograd.grad(out.sum() + ends.sum(), list(leaves.values()))))
-    assert not bounds.is_contiguous() and all(map(torch.equal, *results))
+    got, want = (everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone()))
+    assert not bounds.is_contiguous() and all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("backend", ("triton", "chunked"))
@@ -136,15 +133,9 @@ def test_rates_may_have_any_stride(kind, backend):
     make_A = dict(expanded=lambda s: (-torch.arange(1.0, N + 1) * s).expand(D, N),
                   sliced=lambda s: (torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N) * s)[:, N:],
                   transposed=lambda s: (torch.linspace(-2, -0.1, D * N).view(N, D) * s).t())[kind]
-    results = []
-    for name in (backend, "reference"):
-        leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
-        scale = torch.ones((), requires_grad=True)
-        out, ends = run("s6", leaves, make_A(scale), output_final_state=True, backend=name)
-        loss = out.square().sum() + ends.square().sum()
-        results.append((out, ends, *torch.autograd.grad(loss, [*leaves.values(), scale])))
+    scale = torch.ones((), requires_grad=True)
     assert not make_A(1.0).is_contiguous()
-    for a, b in zip(*results):
+    for a, b in zip(*(everything("s6", t, make_A(scale), [scale], backend=name) for name in (backend, "reference"))):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -176,15 +167,10 @@ def test_dtypes(form, backend, dtype):
 
 @pytest.mark.parametrize("form", RUNS)
 def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
-    def go(t, inside):
-        t = {n: v.clone().requires_grad_() for n, v in t.items()}
-        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=inside):
-            out, state = run(form, t, output_final_state=True)
-            out.square().sum().backward()     # the backward inside the region, as some trainers do
-        return [out, state, *(v.grad for v in t.values())]
     t = make()
-    for a, b in zip(go(t, True), go(t, False)):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16): # the backward inside the region, as some trainers do
+        inside = everything(form, t)
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(inside, everything(form, t)))
 
 
 def test_mixed_dtypes_as_autocast_makes_them():

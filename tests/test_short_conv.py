@@ -53,7 +53,7 @@ def oracle(a, dy, dfinal, activation="silu", bounds=None):
 
 
 def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
-    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE) if isinstance(bounds, list) else bounds
     run = lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend, **options)
     return results(run, leaves(a), dy, dfinal)
 
@@ -131,9 +131,7 @@ def test_strides_do_not_matter(small):
     last = {**a, "x": a["x"].transpose(1, 2).contiguous().transpose(1, 2)}
     plain = ours(a, dy, dfinal)
     for variant in (wide, last):
-        run = lambda **t: causal_conv1d(**t, output_final_state=True, backend="triton")
-        kept = {n: t.requires_grad_() for n, t in variant.items()}
-        got = results(run, kept, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
+        got = ours(variant, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
         assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
@@ -141,9 +139,7 @@ def test_strides_do_not_matter(small):
 def test_bounds_may_have_any_stride(backend, small):
     a, dy, dfinal = inputs(1, 12, 3, 4, 2)
     bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
-    run = lambda cu: results(lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend),
-                             leaves(a), dy, dfinal)
-    got, want = run(bounds), run(bounds.clone())
+    got, want = (ours(a, dy, dfinal, backend, cu) for cu in (bounds, bounds.clone()))
     assert not bounds.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
 
 
@@ -167,9 +163,7 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
     a, dy, dfinal = inputs(1, 5, 3, 4)
     want = ours(a, dy, dfinal)
     poisoned(monkeypatch)
-    inside = {n: within(t) for n, t in a.items()}
-    run = lambda **t: causal_conv1d(**t, output_final_state=True, backend="triton")
-    got = results(run, {n: t.requires_grad_() for n, t in inside.items()}, dy, dfinal)
+    got = ours({n: within(t) for n, t in a.items()}, dy, dfinal)
     assert all(error(got[n], want[n]) < 1e-6 for n in want)
 
 

@@ -1,8 +1,7 @@
 """The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs, sharding, and what is kept for the backward.
 
 The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
-import os
-import tempfile
+import contextlib
 from itertools import product
 
 import pytest
@@ -13,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
+from layouts import Pool
 from scan_cases import (
     DEVICE, assert_close, assert_packed_as_alone, call, captured, error, gradients, inputs, kernels, leaves, one_sequence, poisoned)
 from longhorn_kit.scan import triton_op
@@ -374,31 +374,26 @@ def test_gpu_bounds_are_read_once(path):
         step()
 
 
-def shard_and_train(rank, world, store, results):
+def shard_and_train(**where):
     "One process of the sharded run: gradients of a layer whose parameters are spread over all."
     from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("nccl" if GPU else "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("nccl" if GPU else "gloo", **where)
     layer, u = layer_and_input()
     fully_shard(layer)
-    loss = layer(u[:, rank:]).square().sum()
-    loss.backward()
+    layer(u[:, dist.get_rank():]).square().sum().backward()
     grads = {n: p.grad.full_tensor().cpu() for n, p in layer.named_parameters()}
-    if rank == 0:
-        torch.save(grads, results)
     dist.destroy_process_group()
+    return grads
 
 
 def test_sharded_parameters_train(path):
     "FSDP2: two processes on a CPU, one on a GPU; gradients are the mean over the processes."
     world = 1 if GPU else 2
-    with tempfile.TemporaryDirectory() as folder:
-        store, results = os.path.join(folder, "store"), os.path.join(folder, "grads.pt")
-        if world == 1:
-            shard_and_train(0, 1, store, results)
-        else:
-            torch.multiprocessing.spawn(shard_and_train, (world, store, results), nprocs=world)
-        grads = torch.load(results)
+    if GPU:
+        grads = shard_and_train(store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        with contextlib.closing(Pool(2)) as pool:
+            grads, _ = pool.run(shard_and_train)
     layer, u = layer_and_input()
     for rank in range(world):
         (layer(u[:, rank:]).square().sum() / world).backward()
