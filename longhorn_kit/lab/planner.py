@@ -125,7 +125,7 @@ def recorded_runs() -> dict:
     for folder in sorted(path.parent for path in (ROOT / LANGUAGE / "gpus").glob("*/metrics.jsonl")):
         about, model = (read_json(folder / name) for name in ("config.json", "lm_config.json"))
         engine, command, place = (about["attempts"][-1][name] for name in ("engine", "command", "environment"))
-        like = find_preset(command.split("--preset ")[1].split()[0])
+        like = find_preset(command.replace("=", " ").split("--preset ")[1].split()[0])
         known = {key: value for key, value in about["config"].items() if hasattr(like.train, key)}
         kind = engine.get("sharding") or {"NO": "none", "MULTI_GPU": "ddp", "FSDP": "fsdp"}[engine["distributed"]]
         train = replace(like.train, **known | {"sharding": kind})
