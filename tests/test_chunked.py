@@ -1,32 +1,28 @@
 """The chunked scans against the reference: values, every gradient, odd sizes, hard numbers."""
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scan_cases import gradients, leaves
+from scan_cases import call, gradients, inputs, leaves
 from longhorn_kit.scan import chunked
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
-from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
-FORMS = ("diagonal", "exact", "decoupled", "s6", "timed s6")
+FORMS = tuple(chunked.MACHINES)
 
 
-def make(B, T, D, N, form="diagonal", dtype=torch.float64, scalar=False, seed=0, key_scale=1.0):
-    gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen, dtype=torch.float64).to(dtype)
-    A = {"s6": (D, N), "timed s6": (B, T, N)}.get(form)
-    return dict(q=new(B, T, N), k=key_scale * new(B, T, N), x=new(B, T, D), b=new(B, T, 1 if scalar else D), b_bias=new(D),
-                D_skip=new(D), z=new(B, T, D), A=None if A is None else -new(*A).abs(), initial_state=new(B, D, N))
+def make(*sizes, form="diagonal", scalar=False, key_scale=1.0):
+    a, *_ = inputs(*sizes, form, scalar=scalar, key_scale=key_scale)
+    return {n: t if t is None else t.double().cpu() for n, t in a.items()}
 
 
 def run(form, t, reference=False, chunk=None):
-    options = dict(initial_state=t["initial_state"]) | ({} if reference else dict(chunk=chunk))
-    if form in ("diagonal", "exact", "decoupled"):
-        scan = reference_scan if reference else chunked_scan
-        return scan(t["q"], t["k"], t["x"], t["b"], t["b_bias"], t["D_skip"], t["z"], form=form, **options)
-    scan = reference_selective_scan if reference else chunked_selective_scan
-    return scan(t["q"], t["k"], t["x"], t["b"], t["A"], t["b_bias"], t["D_skip"], t["z"], **options)
+    if reference:
+        return call(t, form, oracle=True)
+    scan, rates = (partial(chunked_scan, form=form), ()) if t["A"] is None else (chunked_selective_scan, (t["A"],))
+    return scan(*(t[n] for n in "qkxb"), *rates, t["b_bias"], t["D_skip"], t["z"], initial_state=t["initial_state"], chunk=chunk)
 
 
 def everything(form, t, weights=(1, 1), **options):
@@ -51,7 +47,7 @@ SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("B, T, D, N, chunk", SIZES)
 def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
-    t = make(B, T, D, N, form)
+    t = make(B, T, D, N, form=form)
     agree(everything(form, t, chunk=chunk), everything(form, t, reference=True), 1e-12)
 
 
@@ -59,7 +55,7 @@ def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
 @given(st.sampled_from(FORMS), st.integers(0, 3), st.integers(0, 19), st.integers(1, 5), st.integers(1, 6),
        st.integers(1, 24), st.booleans(), st.permutations([0, 1, 2]), st.sampled_from([(1, 1), (1, 0), (0, 1)]))
 def test_any_shape_chunk_strides_and_outputs_in_use(form, B, T, D, N, chunk, scalar, order, weights):
-    t = make(B, T, D, N, form, scalar=scalar)
+    t = make(B, T, D, N, form=form, scalar=scalar)
     back = [order.index(i) for i in range(3)]
 
     def restride(v):   # the same values in another memory order
@@ -72,7 +68,7 @@ def test_any_shape_chunk_strides_and_outputs_in_use(form, B, T, D, N, chunk, sca
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, 1e3])
 @pytest.mark.parametrize("logit", [-1e4, -80.0, 80.0, 1e4, 0.0])
 def test_extreme_keys_and_rates(form, scale, logit):
-    t = make(1, 50, 3, 8, form, key_scale=scale)
+    t = make(1, 50, 3, 8, form=form, key_scale=scale)
     t["b"] = t["b"].sign() * logit + t["b"] * (logit == 0)
     agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
     single, exact = everything(form, leaves(t, torch.float32), chunk=16), everything(form, t, reference=True)
@@ -82,7 +78,7 @@ def test_extreme_keys_and_rates(form, scale, logit):
 
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
-    t = make(2, 40, 3, 4, form)
+    t = make(2, 40, 3, 4, form=form)
     t["b"] = torch.full_like(t["b"], -1e4)
     found = everything(form, t, weights=(0, 1), chunk=16)
     assert torch.equal(found["state"], t["initial_state"])
@@ -90,7 +86,7 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
 
 
 def test_long_run_of_nearly_equal_keys_in_float32():
-    t = make(1, 700, 4, 16, "exact", key_scale=0.02)
+    t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
     ours, theirs = everything("exact", leaves(t, torch.float32)), everything("exact", t, reference=True)
     for name in theirs:
@@ -101,7 +97,7 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
-    t = make(2, 96, 40, N, form, key_scale=N ** -0.5)
+    t = make(2, 96, 40, N, form=form, key_scale=N ** -0.5)
     ours, theirs = everything(form, leaves(t, torch.float32)), everything(form, t, reference=True)
     for name, expected in theirs.items():
         assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
@@ -110,7 +106,7 @@ def test_float32_at_layer_like_sizes(form, N):
 @pytest.mark.parametrize("form", FORMS)
 def test_no_second_derivative_is_taken_for_zero(form):
     "`torch.autograd.grad` asks for some inputs only and must not find that nothing depends on them."
-    t = leaves(make(2, 5, 3, 2, form))
+    t = leaves(make(2, 5, 3, 2, form=form))
     given = {n: v for n, v in t.items() if v is not None}
     for first in (v for n, v in given.items() if n not in ("D_skip", "z")): # those two meet the read-outs outside the scan
         for second in given.values():
@@ -129,7 +125,7 @@ def opaque_inputs(form, packed, B=2):
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("form", chunked.MACHINES)
+@pytest.mark.parametrize("form", FORMS)
 def test_the_opaque_operation_is_well_formed(form, packed, keep):
     "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
     bounds = torch.tensor([0, 5, 5, 30]) if packed else None
@@ -137,7 +133,7 @@ def test_the_opaque_operation_is_well_formed(form, packed, keep):
 
 
 @pytest.mark.parametrize("B, packed", [(1, False), (2, False), (1, True)])
-@pytest.mark.parametrize("form", chunked.MACHINES)
+@pytest.mark.parametrize("form", FORMS)
 def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, packed):
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
     torch._dynamo.reset()
@@ -165,10 +161,9 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
-    key = form.replace("timed s6", "s6_timed")
-    machine, seen = chunked.MACHINES[key], []
-    monkeypatch.setitem(chunked.MACHINES, key, machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]))
-    t = make(1, 20, 2, 3, form)
+    machine, seen = chunked.MACHINES[form], []
+    monkeypatch.setitem(chunked.MACHINES, form, machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]))
+    t = make(1, 20, 2, 3, form=form)
     run(form, t, chunk=4)
     with torch.no_grad():
         run(form, leaves(t), chunk=4)
@@ -179,7 +174,7 @@ def test_no_checkpoints_without_gradients(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_some_inputs_need_gradients(form):
-    t = make(1, 9, 2, 3, form)
+    t = make(1, 9, 2, 3, form=form)
     k = t["k"].requires_grad_()
     ours, expected = (torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0] for reference in (False, True))
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
