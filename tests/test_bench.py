@@ -149,8 +149,10 @@ def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
     assert json.loads(gpu.one_row_a_line(dict(seed=0, rows=[row])))["rows"] == [row]
 
 
-def test_the_tables_of_the_readme_are_what_the_records_say():
+def test_the_tables_of_the_readme_are_what_the_records_say_and_nothing_else_is_rewritten():
     assert table.readme() == (KERNELS / "README.md").read_text(encoding="utf-8"), "run python kernels/table.py"
+    text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
+    assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")
 
 
 def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
@@ -158,8 +160,3 @@ def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
     for name in ("official_longhorn_cuda", "mamba_cuda"):
         for forward, backward in gpu.ANCHORS[name].values():
             assert f"{forward:g} / {backward:g}" in text.replace("2.70", "2.7")
-
-
-def test_a_table_is_rewritten_from_its_record_and_nothing_else_moves():
-    text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
-    assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")

@@ -72,22 +72,20 @@ def small(monkeypatch):
     monkeypatch.setattr(triton_conv, "conv_plan", lambda B, T, D, way="forward", *_: ConvPlan(4, 2, 4, 2 if way == "backward" else 1))
 
 
+CASES = [(shape, {}) for shape in ((2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3), (1, 0, 3, 4), (0, 4, 3, 4), (2, 3, 0, 4))]
+CASES += [((1, 9, 3, 4), options) for options in (dict(activation=None), dict(bias=False), dict(state=False), dict(dtype=torch.bfloat16))]
+CASES += [((1, 21, 3, 4), dict(bounds=[0, 0, 2, 14, 15, 21]))] # shorter than the window, and empty
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape, bounds", [*(((*shape,), None) for shape in ((2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3))),
-                                           ((1, 21, 3, 4), [0, 0, 2, 14, 15, 21])]) # shorter than the window, and empty
-def test_outputs_and_gradients(shape, bounds, backend, small):
-    assert_right(*shape, backend, bounds)
+@pytest.mark.parametrize("shape, options", CASES)
+def test_outputs_and_gradients(shape, options, backend, small):
+    assert_right(*shape, "triton" if "dtype" in options else backend, **options)
 
 
-@pytest.mark.parametrize("options", [dict(activation=None), dict(bias=False), dict(state=False), dict(dtype=torch.bfloat16)])
-def test_options(options, small):
-    assert_right(1, 9, 3, 4, **options)
-    if "dtype" not in options:
-        assert_right(1, 9, 3, 4, "torch", **options)
-
-
-def test_plans_for_real_shapes():
-    assert_right(1, 18, 33, 4)
+@pytest.mark.parametrize("shape", [(1, 18, 33, 4), (1, 0, 3, 4), (0, 4, 3, 4), (2, 3, 0, 4)])
+def test_plans_for_real_shapes(shape):
+    assert_right(*shape)
 
 
 def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", "x", "final")):
@@ -117,12 +115,6 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole[0])
     assert torch.equal(past, whole[1])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("B, T, D", [(1, 0, 3), (0, 4, 3), (2, 3, 0)])
-def test_nothing_in_nothing_out(B, T, D, backend):
-    assert_right(B, T, D, 4, backend)
 
 
 def test_strides_do_not_matter(small):
