@@ -106,9 +106,9 @@ def one_by_one(a, form, dout, dfinal, bounds):
         y, final = call(part, form)
         finals.append(final.detach())
         out[:, lo:hi] = y.detach()
+        places = one_sequence(grads, form, i, lo, hi) # views
         for n, g in gradients((y, final), (dout[:, lo:hi], dfinal[i : i + 1]), part).items():
-            where = grads[n][i : i + 1] if n == "initial_state" else grads[n][:, lo:hi] if a[n].dim() == 3 and (n != "A" or form == "s6_timed") else grads[n]
-            where.add_(g)
+            places[n].add_(g)
     return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
 
 
