@@ -12,7 +12,7 @@ from longhorn_kit.lab import training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged, only_run_in
-from longhorn_kit.lab.recipe import TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups, sliced_loss
+from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups, sliced_loss
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
@@ -58,9 +58,9 @@ def failing(error):
     return what
 
 
-def losses(model, tokens=TOKENS, val=None, folder=None, **changes):
+def losses(model, tokens=TOKENS, val=None, folder=None, end=None, **changes):
     "The loss of every step in a training."
-    result = train(model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True)
+    result = train(model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True, end=end)
     return [line["loss"] for line in result["history"]]
 
 
@@ -608,6 +608,20 @@ def same_curves(together, alone, close=1e-4):
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}])
 def test_slices_change_nothing_in_training(options):
     same_curves(alone(language_model(**options), steps=12, loss_chunk=10), alone(language_model(**options), steps=12))
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_the_state_is_reset_at_documents(chunk):
+    "The loss is that of every document read alone; other tokens before a document change nothing in it."
+    model, tokens = language_model(mixer="longhorn"), torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3))
+    tokens[0, [4, 5, 17]] = tokens[1, 24] = 0
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    pieces = [(0, 0, 5), (0, 5, 6), (0, 6, 18), (0, 18, 24), (1, 0, 24)]
+    by_hand = sum(model(inputs[row:row + 1, a:b], targets[row:row + 1, a:b])[1] * (b - a) for row, a, b in pieces) / 48
+    assert torch.allclose(LossOnly(model, chunk, end=0)(inputs, targets), by_hand, rtol=1e-5)
+    assert not torch.allclose(LossOnly(model, chunk)(inputs, targets), by_hand, rtol=1e-5)
+    resets = losses(language_model(mixer="longhorn"), steps=8, reset_documents=True, end=3)
+    assert resets != losses(language_model(mixer="longhorn"), steps=8) and all(map(math.isfinite, resets))
 
 
 def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def fit(
     model = whole_model(model)
     if is_main_process():
         save_lm(model, preset.tokenizer, out or Path(folder) / "model")
-    bits = corpus.bits_per_byte(result["val_loss"])
+    bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-022
