@@ -6,7 +6,7 @@ import zstandard
 from longhorn_kit.lab import corpus, data
 from longhorn_kit.lab.corpus import prepare, token_dtype
 from longhorn_kit.lab.data import SEPARATOR, load_documents, split_documents
-from longhorn_kit.records import exclusive_lock, read_json, write_record
+from longhorn_kit.records import exclusive_lock, read_json
 from test_data import documents, fake_datasets, gpt2_folder, json_lines, write_records  # noqa: F401
 
 
