@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim',
-           'finished_records', 'noted_failure', 'Reproduce', 'known', 'TrainLM', 'TrainVision', 'parse', 'fail',
-           'several_processes', 'agreed', 'main']
+           'finished_records', 'noted_failure', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'parse',
+           'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -242,6 +242,30 @@ class Reproduce(Generic[S]):
         from longhorn_kit.lab.report import write_report
         return write_report(finished_records(out), out / "report.html", ledger(out))
 
+# %% ../nbs/cli.ipynb #cli-043b
+@dataclass
+class Prepare:
+    "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
+    source: tyro.conf.Positional[str] # stdlib, a path or glob of files, or hf:NAME:CONFIG#SPLIT@REVISION
+    tokenizer: str = "bytes"     # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
+    held_out: str | None = None  # source of the held-out part; by default a share of the source
+    fraction: float = 0.05       # that share
+    text_column: str = "text"    # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    cache: str | None = None     # folder of corpora; by default $LONGHORN_CACHE or the user's cache
+    workers: int | None = None   # processes; by default one per core
+    limit: int | None = None     # use only the first so many documents
+    tokens: int | None = None    # stop when there are so many to train on
+
+    interrupted = "interrupted; what was prepared is kept, and the same command resumes"
+
+    def __call__(self):
+        from longhorn_kit.lab.corpus import prepare
+        corpus = prepare(**vars(self))
+        for part, name in (("train", "to train on"), ("val", "held out")):
+            about = corpus.index[part]
+            print(f"{name}: {about['tokens']:,} tokens of {about['documents']:,} documents, {about['bytes']:,} bytes")
+        print(f"prepared: {corpus.folder}")
+
 # %% ../nbs/cli.ipynb #cli-044
 def known(kind: str, name: str, names):
     "Nothing if the name exists, else `UsageError` with the nearest one."
@@ -329,8 +353,8 @@ class TrainVision(Generic[S]):
                   f"of {found['images']:,} images, {found['skipped']} skipped")
 
 # %% ../nbs/cli.ipynb #cli-054
-COMMANDS = {"reproduce": Reproduce, "claims": Claims, "train-lm": TrainLM, "generate": Generate,
-            "eval": Eval, "export": Export, "train-vision": TrainVision}
+COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
+            "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,

@@ -1,4 +1,4 @@
-import errno, fcntl, gzip, io, json, lzma, math, multiprocessing, os, signal, sys, time, types
+import gzip, io, json, lzma, os, sys
 from collections import Counter
 import numpy as np
 import pyarrow as pa
@@ -7,19 +7,26 @@ import pytest
 import torch
 import zstandard
 from hypothesis import given, settings, strategies as st
-from longhorn_kit.lab import data
+from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import (
-    SEPARATOR, Sampler, TokenShards, embedded_corpus_hash, embedded_documents, get_tokenizer, is_held_out,
-    load_documents, load_text, prepare, split_documents, token_dtype)
-from longhorn_kit.records import exclusive_lock
+    SEPARATOR, Sampler, embedded_corpus_hash, embedded_documents, get_tokenizer, is_held_out, load_documents, load_text,
+    split_documents)
 
 
 def documents(n, words=30):
     return [f"document {i}: " + " ".join(str(i * j) for j in range(words)) + "\n" for i in range(n)]
 
 
-def write(path, n=200):
-    path.write_text(SEPARATOR.join(documents(n)), encoding="utf-8")
+def json_lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def write_records(path, **columns):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path)
+    else:
+        lines = json_lines(*(dict(zip(columns, row)) for row in zip(*columns.values())))
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return str(path)
 
 
@@ -46,41 +53,6 @@ def test_missing_sources_are_refused(tmp_path, monkeypatch, source):
     with pytest.raises(FileNotFoundError, match="data source") as caught:
         prepare(source, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
-
-
-def json_lines(*records):
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
-def write_records(path, **columns):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table(columns), path)
-    else:
-        lines = json_lines(*(dict(zip(columns, row)) for row in zip(*columns.values())))
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
-    return str(path)
-
-
-@pytest.mark.parametrize("name, compress", [
-    ("r.jsonl", bytes), ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
-    ("r.jsonl.gz", gzip.compress), ("r.jsonl.xz", lzma.compress), ("r.json.zst", zstandard.compress),
-    ("r.parquet", None), ("hf:", bytes)])
-def test_the_same_records_give_the_same_shards_whatever_holds_them(tmp_path, monkeypatch, name, compress):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
-    (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
-    path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
-    path.parent.mkdir()
-    written = [text.replace("\n", "\r\n") for text in texts]
-    if compress:
-        path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
-    else:
-        write_records(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
-    source = f"hf:{path.parent}" if name == "hf:" else str(path)
-    found = prepare(source, cache=tmp_path / "cache", shard_tokens=5000)
-    plain = prepare(str(tmp_path / "plain.txt"), cache=tmp_path / "cache", shard_tokens=5000)
-    assert bytes_of(found) == bytes_of(plain)
-    assert found.index["train"]["documents"] + found.index["val"]["documents"] == 300
 
 
 def with_a_damaged_page():
@@ -130,7 +102,7 @@ ZIPPED = "cannot be decompressed"
     ("a.TSV", b"id\ttext\n1\thello\n", "cannot be read as text"),
     ("a.csv.gz", gzip.compress(b"id,text\n1,hello\n", mtime=0), "cannot be read as text"),
     ("a.tar.xz", lzma.compress(b"plain letters"), "cannot be read as text"),
-    *((f"a{end}", b"plain letters", "cannot be read as text") for end in (".arrow", ".bin", ".zip", ".npy")),
+    *((f"a{end}", b"plain letters", "cannot be read as text") for end in (".arrow", ".zip", ".npy")),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, name, content, says):
     if isinstance(content, dict):
@@ -142,25 +114,17 @@ def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, n
     assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
 
 
-def test_the_column_may_be_named_and_is_part_of_what_was_prepared(tmp_path):
+def test_the_column_may_be_named(tmp_path):
     rows = [{"text": f"one {i}", "body": f"two {i}"} for i in range(200)]
-    found = {}
     for name in ("a.jsonl", "a.parquet"):
-        write_records(tmp_path / name, **{column: [row[column] for row in rows] for column in ("text", "body")})
+        source = write_records(tmp_path / name, **{column: [row[column] for row in rows] for column in ("text", "body")})
         for column in ("text", "body"):
-            assert [text for _, text in load_documents(str(tmp_path / name), column)] == [row[column] for row in rows]
-            found[name, column] = prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column=column)
+            assert [text for _, text in load_documents(source, column)] == [row[column] for row in rows]
         with pytest.raises(ValueError, match=f"{name}.* has no column 'title'; it has text, body"):
-            prepare(str(tmp_path / name), cache=tmp_path / "cache", text_column="title")
-    assert len({corpus.folder for corpus in found.values()}) == 4
-    assert len({corpus.index["source_sha256"] for corpus in found.values()}) == 4
-    tokens = {name: bytes_of(corpus) for name, corpus in found.items()}
-    assert tokens["a.jsonl", "body"] == tokens["a.parquet", "body"] != tokens["a.jsonl", "text"]
-    (found["a.jsonl", "body"].folder / "val-00000.bin").unlink()
-    again = prepare(str(tmp_path / "a.jsonl"), cache=tmp_path / "cache", text_column="body", repair=True)
-    assert bytes_of(again) == bytes_of(found["a.parquet", "body"])
+            list(load_documents(source, "title"))
+    (tmp_path / "plain.txt").write_text("words")
     with pytest.raises(ValueError, match="plain.txt is plain text and has no column 'body'"):
-        prepare(write(tmp_path / "plain.txt"), cache=tmp_path / "cache", text_column="body")
+        list(load_documents(str(tmp_path / "plain.txt"), "body"))
 
 
 def test_records_without_text_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
@@ -185,12 +149,10 @@ def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
 
 
 def fake_datasets(monkeypatch, load):
-    module = types.ModuleType("datasets")
-    module.load_dataset = load
-    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr("datasets.load_dataset", load)
 
 
-def test_hub_rows_are_streamed_and_errors_are_one_line(tmp_path, monkeypatch):
+def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
     asked = []
     def load(path, config, split, streaming, **options):
         asked.append((path, config, split, streaming, options))
@@ -209,13 +171,31 @@ def test_hub_rows_are_streamed_and_errors_are_one_line(tmp_path, monkeypatch):
         raise ConnectionError("no route to the hub\nand more lines")
     fake_datasets(monkeypatch, offline)
     with pytest.raises(OSError, match="cannot load the dataset 'owner/books'.*no route to the hub$"):
-        prepare("hf:owner/books", cache=tmp_path)
+        list(load_documents("hf:owner/books"))
     fake_datasets(monkeypatch, lambda *args, **options: iter([{"image": 1, "label": 2}]))
     with pytest.raises(ValueError, match="no column 'text' or 'content'; it has image, label"):
         list(load_documents("hf:owner/pictures"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(OSError, match="pip install datasets"):
         list(load_documents("hf:owner/books"))
+
+
+@pytest.mark.parametrize("source", ["a-*.txt", "a-*.jsonl", "hf:rows"])
+def test_a_position_continues_behind_the_last_document(tmp_path, monkeypatch, source):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    texts = documents(60)
+    for i in range(3):
+        part = texts[20 * i:20 * i + 20]
+        (tmp_path / f"a-{i}.txt").write_text(SEPARATOR.join(part))
+        for folder in (".", "rows"):
+            write_records(tmp_path / folder / f"a-{i}.jsonl", text=part)
+    for read in (0, 7, 20, 41, 60):
+        stream = load_documents(source)
+        first = [text for _, (_, text) in zip(range(read), stream)]
+        again = load_documents(source, position=json.loads(json.dumps(stream.position())))
+        assert first + [text for _, text in again] == texts
 
 
 def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
@@ -248,15 +228,12 @@ def test_copies_of_a_document_never_stand_on_both_sides(n, different, salt):
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
 
-def test_a_small_share_of_many_documents_is_whole_documents(tmp_path):
+def test_a_small_share_of_many_documents_is_whole_documents():
     texts = [f"entry {i}" + "\na line of text" * 20 for i in range(6000)]
     assert not any(is_held_out(text, 0.0005) for text in texts[:1000])
     held = [text for text in texts if is_held_out(text, 0.0005)]
     parts = list(split_documents(enumerate(texts), fraction=0.0005))
     assert held and [text for part, text in parts if part == "val"] == held and len(parts) == len(texts)
-    (tmp_path / "rows.txt").write_text("\n<|endoftext|>\n".join(texts))
-    corpus = prepare(str(tmp_path / "rows.txt"), fraction=0.0005, cache=tmp_path / "cache")
-    assert corpus.index["whole_documents"] and corpus.index["val"]["documents"] == len(held)
 
 
 def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
@@ -265,13 +242,6 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     assert "".join(text for _, text in pieces) == "".join(texts)
     assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(text.endswith("\n") for _, text in pieces)
     assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
-
-
-def test_a_held_out_file_may_be_named(tmp_path):
-    (tmp_path / "train.txt").write_text("to train on")
-    (tmp_path / "val.txt").write_text("held out")
-    corpus = prepare(str(tmp_path / "train.txt"), held_out=str(tmp_path / "val.txt"), cache=tmp_path / "cache")
-    assert bytes(corpus.train[:]) == b"to train on\0" and bytes(corpus.val[:]) == b"held out\0"
 
 
 # ---- tokenizers
@@ -299,18 +269,12 @@ def gpt2_folder(tmp_path_factory):
     return folder
 
 
-def test_gpt2_from_a_folder_and_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):
+def test_gpt2_from_a_folder(gpt2_folder):
     tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
     assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
     assert tokenizer.encode(" <|endoftext|>").max() < 50256  # written out it is text, not the end mark
-    (tmp_path / "a.txt").write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
-    bpe, plain = (prepare(str(tmp_path / "a.txt"), name, cache=tmp_path) for name in (f"gpt2:{gpt2_folder}", "bytes"))
-    assert bpe.train.dtype == np.uint16 and bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
-    assert bpe.tokenizer.decode(bpe.train[:]).startswith("text 0 the")
-    assert str(gpt2_folder) not in json.dumps(bpe.index) and bpe.train[len(bpe.train) - 1] == 50256
-    for corpus in (bpe, plain):
-        total_bits = 1000 / math.log(2)  # of a model that spends 1000 nats on the whole part
-        assert math.isclose(corpus.bits_per_byte(1000 / len(corpus.val)) * corpus.index["val"]["bytes"], total_bits)
+    text = "the in the α\n" * 3
+    assert tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode()) and tokenizer.sizes[50256] == 1
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
@@ -332,354 +296,6 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(OSError, match="without a network use gpt2:FOLDER"):
         get_tokenizer("gpt2")
-
-
-# ---- shards
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(-50, 50), st.integers(-50, 50),
-       st.sampled_from([1, 1, 1, 2, -1]))
-def test_shards_slice_like_one_array(sizes, a, b, stride):
-    whole = np.arange(sum(sizes), dtype=np.uint16)
-    shards = TokenShards(np.split(whole, np.cumsum(sizes)[:-1]))
-    assert np.array_equal(shards[a:b:stride], whole[a:b:stride])
-    assert np.array_equal(shards[a:], whole[a:]) and len(shards) == len(whole)
-    if -len(whole) <= a < len(whole):
-        assert shards[a] == whole[a]
-    else:
-        with pytest.raises(IndexError):
-            shards[a]
-
-
-@pytest.mark.parametrize("size, dtype", [(256, "<u1"), (257, "<u2"), (50257, "<u2"), (65536, "<u2"), (65537, "<u4")])
-def test_dtype_holds_the_vocabulary(size, dtype):
-    assert token_dtype(size) == np.dtype(dtype) and np.iinfo(token_dtype(size)).max >= size - 1
-
-
-def test_tokens_are_those_of_the_text_however_small_the_shards(tmp_path):
-    source = write(tmp_path / "a.txt")
-    corpus = prepare(source, cache=tmp_path / "cache", shard_tokens=1000)
-    assert len(corpus.index["train"]["shards"]) > 10 and isinstance(corpus.train.arrays[0], np.memmap)
-    for part in ("train", "val"):
-        expected = b"".join(t.encode() + b"\0" for p, t in split_documents(load_documents(source)) if p == part)
-        assert bytes(getattr(corpus, part)[:]) == expected
-        assert corpus.index[part]["tokens"] == corpus.index[part]["bytes"] == len(expected)
-
-
-def bytes_of(corpus):
-    return {path.name: path.read_bytes() for path in sorted(corpus.folder.glob("*.bin"))}
-
-
-def in_processes(work, *arguments):
-    "Run `work` in a process for each argument; returns what it put into the queue it is given, and the exit codes."
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
-    children = [fork.Process(target=work, args=(results, argument)) for argument in arguments]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    codes = [child.exitcode for child in children]
-    return [results.get() for code in codes if code == 0], codes
-
-
-def small_batches(monkeypatch, documents=7):
-    monkeypatch.setattr(data, "BATCH_DOCUMENTS", documents)
-    monkeypatch.setattr(data, "MARK_SECONDS", 0.0)
-
-
-def at_call(monkeypatch, owner, name, call, what, before=True):
-    "At that call of a function something happens, before or after its work."
-    real, count = getattr(owner, name), iter(range(10**6))
-    def watched(*arguments):
-        now = next(count) == call
-        if now and before:
-            what(*arguments)
-        result = real(*arguments)
-        if now and not before:
-            what(*arguments)
-        return result
-    monkeypatch.setattr(owner, name, watched)
-
-
-def interrupted(monkeypatch, batches, source, **options):
-    "Prepare a source, and stop before a batch is written, with something behind the mark."
-    def stop(work, *batch):
-        work.writers["train"].add([1, 2, 3], 3)
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, data.Preparation, "add_batch", batches, stop)
-        prepare(source, **options)
-
-
-@pytest.mark.parametrize("name, batches, size, workers", [
-    ("a.txt", 0, 1000, 1), ("a.txt", 1, 1 << 20, 2), ("a.txt", 1, 500, 1), ("a.txt", 4, 1000, 3),
-    ("a.txt", 9, 1 << 20, 1), ("a.jsonl.gz", 4, 1000, None), ("a.parquet", 4, 1000, None)])
-def test_an_interrupted_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, name, batches, size, workers):
-    small_batches(monkeypatch, 20)
-    options, source = {"shard_tokens": size, "workers": workers}, str(tmp_path / name)
-    texts = [text for i, text in enumerate(documents(200)) for text in (text, None)[: 1 + (i % 9 == 0)]]
-    if name == "a.txt":
-        write(tmp_path / name)
-    else:
-        write_records(tmp_path / name, body=texts)
-        options |= {"text_column": "body"}
-    whole = prepare(source, cache=tmp_path / "whole", **options)
-    interrupted(monkeypatch, batches, source, cache=tmp_path / "cache", **options)
-    left = [len(list((tmp_path / "cache").glob(name))) for name in ("*", ".*.partial/journal.json", "*/index.json")]
-    assert left == [batches > 0, batches > 0, 0]
-    opened, real = [], data.batches
-    monkeypatch.setattr(data, "batches", lambda *arguments: opened.append(arguments) or real(*arguments))
-    again = prepare(source, cache=tmp_path / "cache", **options)
-    assert bytes_of(again) == bytes_of(whole) and again.index == whole.index
-    assert (opened[0][1] or {"documents": 0})["documents"] == 20 * max(batches - 1, 0)  # not from the beginning
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [again.folder.name]
-
-
-class Rows:
-    "A streamed dataset as `datasets` has it: an iterable with a position."
-    def __init__(self, n, texts=None, delay=0.0):
-        self.n, self.at, self.delay, self.texts = n, 0, delay, texts or documents(n)
-    def __iter__(self):
-        while self.at < self.n:
-            time.sleep(self.delay)
-            self.at += 1
-            yield {"text": self.texts[self.at - 1]}
-    def state_dict(self):
-        return {"at": self.at}
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def test_a_stream_killed_again_and_again_gives_the_same_shards(tmp_path, monkeypatch):
-    small_batches(monkeypatch, 30)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(900))
-    options = {"shard_tokens": 5000, "fraction": 0.2, "workers": 2}
-    whole = prepare("hf:owner/books", cache=tmp_path / "whole", **options)
-    die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
-    deaths = [
-        (data.OpenShard, "write", 50, True),  # in the middle of a batch
-        (data, "write_json", 3, True),  # everything is on the disk but the journal
-        (data.OpenShard, "finish", 2, False),  # a shard has its name, and the journal does not know
-        (data, "reopen", 0, False),  # while going on
-        (data.OpenShard, "mark", 9, False), (data, "write_json", 4, False)]
-    for death in deaths:
-        with monkeypatch.context() as patch:
-            at_call(patch, *death[:3], die, death[3])
-            codes = in_processes(lambda *_: prepare("hf:owner/books", cache=tmp_path / "cache", **options), 0)[1]
-        assert codes == [-signal.SIGKILL], death
-        assert list((tmp_path / "cache").glob(".*.partial/journal.json")), death
-        assert not list((tmp_path / "cache").glob("*/index.json"))
-    starts, real = [], Rows.load_state_dict
-    monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
-    again = prepare("hf:owner/books", cache=tmp_path / "cache", **options)
-    assert bytes_of(again) == bytes_of(whole) and len(bytes_of(whole)) > 10
-    assert starts == [starts[0]] and starts[0] >= 300  # from the saved position, not from the first row
-
-
-def test_the_real_library_goes_on_in_the_middle_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    small_batches(monkeypatch, 40)
-    folder, texts = tmp_path / "rows", documents(300)
-    folder.mkdir()
-    for number in range(3):
-        lines = [json.dumps({"text": text}) for text in texts[100 * number : 100 * number + 100]]
-        (folder / f"part-{number}.jsonl").write_text("\n".join(lines))
-    interrupted(monkeypatch, 4, f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
-    corpus = prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000)
-    assert corpus.index["train"]["documents"] + corpus.index["val"]["documents"] == 300
-    held = [text for text in texts if is_held_out(text)]
-    assert bytes(corpus.val[:]) == "".join(text + "\0" for text in held).encode()
-    (corpus.folder / "train-00003.bin").unlink()
-    repaired = prepare(f"hf:{folder}", cache=tmp_path / "cache", shard_tokens=5000, repair=True)
-    assert bytes_of(repaired) == bytes_of(prepare(f"hf:{folder}", cache=tmp_path / "other", shard_tokens=5000))
-
-
-def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
-    small_batches(monkeypatch)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
-    interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
-    with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
-        prepare("hf:owner/books", cache=tmp_path)
-
-
-@pytest.mark.parametrize("what, says", [
-    ("disk", "cannot write .*No space left on device.*; what was prepared is kept"),
-    ("network", "'owner/books'.*timed out; what was prepared is kept")])
-def test_a_full_disk_or_a_lost_network_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
-    small_batches(monkeypatch, 100)
-    class Broken(Rows):
-        def __iter__(self):
-            for row in super().__iter__():
-                if self.at == 1400:
-                    raise ConnectionError("read timed out\nand more")
-                yield row
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500))
-    whole = prepare("hf:owner/books", cache=tmp_path / "whole", shard_tokens=50_000)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
-        if what == "disk":
-            at_call(patch, data.OpenShard, "write", 300, full)
-        else:
-            fake_datasets(patch, lambda *args, **options: Broken(1500))
-        prepare("hf:owner/books", cache=tmp_path / "cache", shard_tokens=50_000)
-    assert "\n" not in str(caught.value) and caught.value.errno == (errno.ENOSPC if what == "disk" else None)
-    assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache", shard_tokens=50_000)) == bytes_of(whole)
-
-
-def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatch):
-    small_batches(monkeypatch)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, delay=0.001))
-    work = lambda results, _: results.put(len(prepare("hf:owner/books", cache=tmp_path).train))
-    found, codes = in_processes(work, 0, 1, 2)
-    assert codes == [0, 0, 0] and len(found) == 3 and len(set(found)) == 1
-    assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
-
-
-def no_locks(monkeypatch, number):
-    "Locking fails with this error, as on a file system without locks."
-    def flock(*arguments):
-        raise OSError(number, os.strerror(number))
-    monkeypatch.setattr(fcntl, "flock", flock)
-
-
-@pytest.mark.parametrize("number", sorted({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}))
-def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch, capsys, number):
-    small_batches(monkeypatch, 20)
-    source = write(tmp_path / "a.txt")
-    whole = prepare(source, cache=tmp_path / "whole")
-    no_locks(monkeypatch, number)
-    with exclusive_lock(tmp_path, wait=False) as alone:
-        assert not alone
-    interrupted(monkeypatch, 4, source, cache=tmp_path / "cache")
-    partial = next((tmp_path / "cache").glob(".*.partial"))
-    assert f"the file system of {partial} has no locks" in capsys.readouterr().err
-    found = prepare(source, cache=tmp_path / "cache")
-    assert bytes_of(found) == bytes_of(whole) and list((tmp_path / "cache").iterdir()) == [found.folder]
-
-
-def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
-    no_locks(monkeypatch, errno.EIO)
-    open_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError) as caught, exclusive_lock(tmp_path):
-        pass
-    assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
-
-
-@pytest.mark.parametrize("ranks", [True, False])
-def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks):
-    small_batches(monkeypatch)
-    no_locks(monkeypatch, errno.ENOSYS)
-    source, options = write(tmp_path / "a.txt", 1000), {"shard_tokens": 5000, "workers": 1}
-    whole = bytes_of(prepare(source, cache=tmp_path / "whole", **options))
-    def work(results, rank):
-        if ranks:
-            os.environ["RANK"] = str(rank)
-        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
-        try:
-            results.put(bytes_of(prepare(source, cache=tmp_path / "cache", **options)) == whole)
-        except (OSError, ValueError):
-            results.put("refused")
-    results, codes = in_processes(work, 0, 1, 2)
-    found = set(results)
-    assert codes == [0, 0, 0] and len(results) == 3
-    assert found == {True} if ranks else found <= {True, "refused"}  # two separate runs may stop each other
-    for repair in (False, False, True):  # what they left damaged is refused, and removed or made again
-        try:
-            again = prepare(source, cache=tmp_path / "cache", repair=repair, **options)
-            break
-        except ValueError as error:
-            assert "start this preparation again" in str(error) or "repair=True" in str(error)
-    assert bytes_of(again) == whole
-
-
-def test_a_target_of_tokens_stops_behind_the_document_that_reaches_it(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.txt")
-    everything = prepare(source, cache=tmp_path)
-    some = prepare(source, cache=tmp_path, tokens=9000)
-    assert 9000 <= len(some.train) < 9300 and some.folder != everything.folder
-    assert bytes(some.train[:]) == bytes(everything.train[: len(some.train)]) and some.train[-1] == 0
-
-
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch):
-    class Wrong(data.ByteTokenizer):
-        vocab_size = 100
-    monkeypatch.setattr(data, "get_tokenizer", lambda name: Wrong())
-    with pytest.raises(ValueError, match="tokenizer bytes gives token 1.., which is outside its vocabulary of 100"):
-        prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
-    monkeypatch.undo()
-    corpus = prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
-    corpus.check_vocabulary(256)
-    with pytest.raises(ValueError, match=r"the data has a vocabulary of 256 tokens \(bytes\); the model has 100"):
-        corpus.check_vocabulary(100)
-    index = json.loads((corpus.folder / "index.json").read_text())
-    (corpus.folder / "index.json").write_text(json.dumps(index | {"vocab_size": 90}))
-    with pytest.raises(ValueError, match="train-00000.bin holds token 11., but the vocabulary has 90"):
-        prepare(str(tmp_path / "a.txt"), cache=tmp_path / "cache", verify=True)
-
-
-def test_the_index_is_what_makes_a_folder_good(tmp_path):
-    source = write(tmp_path / "a.txt")
-    corpus = prepare(source, cache=tmp_path / "cache")
-    before = bytes(corpus.train[:])
-    (corpus.folder / "index.json").unlink()  # as if killed before the last file
-    (corpus.folder / "train-00000.bin").write_bytes(b"half")
-    assert bytes(prepare(source, cache=tmp_path / "cache").train[:]) == before
-
-
-@pytest.mark.parametrize("damage, says", [
-    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"),
-    (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
-def test_a_damaged_shard_is_found(tmp_path, damage, says):
-    source = write(tmp_path / "a.txt")
-    shard = prepare(source, cache=tmp_path / "cache").folder / "train-00000.bin"
-    content = shard.read_bytes()
-    shard.unlink()
-    if damage:
-        shard.write_bytes(damage(content))
-    with pytest.raises(ValueError, match=f"train-00000.bin {says}.*delete the folder") as caught:
-        prepare(source, cache=tmp_path / "cache")
-    assert "\n" not in str(caught.value)
-    prepare(source, cache=tmp_path / "cache", repair=True)
-    assert shard.read_bytes() == content
-    if damage:  # a shard that cannot come out the same is not believed
-        shard.write_bytes(damage(content))
-        index = json.loads((shard.parent / "index.json").read_text())
-        index["train"]["shards"][0]["sha256"] = "0" * 64
-        (shard.parent / "index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="train-00000.bin cannot be made again"):
-            prepare(source, cache=tmp_path / "cache", repair=True)
-
-
-def test_what_opening_checks(tmp_path):
-    source = write(tmp_path / "a.txt")
-    shard = prepare(source, cache=tmp_path / "cache").folder / "train-00000.bin"
-    content, date = shard.read_bytes(), shard.stat().st_mtime_ns
-    shard.write_bytes(content[:100] + b"?" + content[101:])
-    os.utime(shard, ns=(date, date))  # as a failing disk does it: nothing says that the file has changed
-    prepare(source, cache=tmp_path / "cache")
-    prepare(source, cache=tmp_path / "cache", verify=False)
-    with pytest.raises(ValueError, match="is damaged"):
-        prepare(source, cache=tmp_path / "cache", verify=True)
-    os.utime(shard)
-    with pytest.raises(ValueError, match="is damaged"):
-        prepare(source, cache=tmp_path / "cache")
-    prepare(source, cache=tmp_path / "cache", verify=False)
-
-
-def test_another_text_is_another_folder(tmp_path):
-    source = write(tmp_path / "a.txt", 150)
-    first = prepare(source, cache=tmp_path / "cache")
-    for date in (None, (1, 1)):  # content counts, not the date
-        os.utime(source, date)
-        assert prepare(source, cache=tmp_path / "cache").folder == first.folder
-    write(tmp_path / "a.txt", 151)
-    others = {prepare(source, cache=tmp_path / "cache", **options).folder
-              for options in ({}, {"fraction": 0.1}, {"limit": 120})}
-    assert len(others | {first.folder}) == 4
 
 
 # ---- the sampler
@@ -732,32 +348,3 @@ def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1
-
-
-@pytest.mark.parametrize("name, value", [
-    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
-    ("shard_tokens", 0), ("workers", 0), ("verify", "never")])
-def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
-        prepare("stdlib", cache=tmp_path, **{name: value})
-
-
-@pytest.mark.parametrize("documents, tokens", [(1, 1000), (1, 100_000), (3, 1000), (3, 100_000)])
-def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
-    text = tmp_path / "text.txt"
-    lines = "".join(f"line {i}\n" for i in range(9000))
-    text.write_text("<|endoftext|>\n".join(f"text {n}\n{lines}" for n in range(documents)))
-    corpus = prepare(str(text), cache=tmp_path / "cache", tokens=tokens)
-    assert len(corpus.train) >= min(tokens, 80_000) and len(corpus.val) > 0
-
-
-@pytest.mark.parametrize("note", ["", "[]", "[1]", "{"])
-def test_a_damaged_note_of_what_was_checked_is_made_again(tmp_path, note):
-    text = tmp_path / "text.txt"
-    text.write_text("some words\n" * 500)
-    folder = prepare(str(text), cache=tmp_path / "cache").folder
-    (folder / "checked.json").write_text(note)
-    assert len(prepare(str(text), cache=tmp_path / "cache").train) and json.loads((folder / "checked.json").read_text())
-    (folder / "index.json").write_text(note)
-    with pytest.raises(ValueError, match="delete that folder"):
-        prepare(str(text), cache=tmp_path / "cache")

@@ -13,7 +13,7 @@ FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports
 BUDGET = {"lab": 6200, "package": 14400, "tests": 10600, "kernels and docs": 2900} # lines without blanks and cell markers
 CHARACTERS = 795_000 # 780,000 was wanted; the trainers' issue takes it on
 LARGE = { # modules over 400 lines (kernel files 600): those of scan and the two trainers wait for their issues
-    "scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable", "lab/data", "lab/training"}
+    "scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable", "lab/training"}
 ONE_PLACE = { # mechanism -> pattern
     "file lock": r"\bflock\(|\bFileLock\(|\bO_EXCL\b",
     "process start": r"\bProcess\(|\bPopen\(|\bspawn\(|\bProcessPoolExecutor\(|\bLocalExecutor\(",

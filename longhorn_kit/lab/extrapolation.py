@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
-from .data import prepare
+from .corpus import prepare
 from .fit import fit
 from . import language
 from .language import check_vocabulary, open_texts, tokens_hash, trained_tokenizer

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .data import HELD_OUT, Corpus, Sampler, file_documents, matching_files, prepare
+from .corpus import Corpus, prepare
+from .data import HELD_OUT, Sampler, file_documents, matching_files
 from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from .run import Experiment, Results
 from .processes import TrainingDiverged, is_main_process, make_accelerator, together
@@ -52,7 +53,7 @@ class Texts:
     def summary(self) -> dict:
         "Return what a record keeps of the text."
         return {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
-                "corpus": self.corpus.index["source_sha256"], "tokenizer": self.corpus.tokenizer.name,
+                "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
                 "train_tokens": len(self.corpus.train),
                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
 
@@ -72,7 +73,7 @@ def open_texts(
 ) -> Texts:
     "Return a text, prepared if it is not in the cache; ValueError or OSError."
     folder = Path(source).expanduser()
-    if source == "stdlib" or not folder.is_dir():
+    if source == "stdlib" or not folder.is_dir() or (folder / "train.bin").exists(): # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
         tokens, size = stretches(corpus.val, held_out), corpus.index["val"]["bytes"]
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
@@ -132,8 +133,8 @@ def check_same_model(folder: Path, notes: dict) -> None:
 # %% ../../nbs/lab/34_language.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
     "Return a short hash of the tokens of both parts."
-    shards = [shard["sha256"] for part in ("train", "val") for shard in corpus.index[part]["shards"]]
-    return hashlib.sha256(" ".join(shards).encode()).hexdigest()[:12]
+    files = [corpus.index[part]["sha256"] for part in ("train", "val")]
+    return hashlib.sha256(" ".join(files).encode()).hexdigest()[:12]
 
 def fit(
     preset: LMPreset,
@@ -146,7 +147,7 @@ def fit(
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; an interrupted run resumes."
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size)
-    notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["source_sha256"]}}
+    notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["text_sha256"]}}
     with together():
         if is_main_process():
             check_same_model(Path(folder), notes)

@@ -49,11 +49,11 @@ def gpu_runs(record):
 def laptop_runs(record):
     "Return one run per model and seed, in bits per byte, and the text."
     import torch
-    from longhorn_kit.lab.data import prepare
+    from longhorn_kit.lab.corpus import prepare
     from longhorn_kit.lab.language import state_numbers
     from longhorn_kit.models import LMConfig, SequenceLM
     old, corpus, runs = record["results"], prepare("stdlib"), []
-    assert corpus.index["source_sha256"] == old["corpus"], "the library of Python 3.11.7 is needed"
+    assert corpus.index["text_sha256"] == old["corpus"], "the library of Python 3.11.7 is needed"
     text = {"corpus": old["corpus"], "tokenizer": "bytes", "unit": "bits per byte", "train_tokens": len(corpus.train),
             "domains": {"held out": {"tokens": old["held_out_bytes"], "bytes": old["held_out_bytes"]}}}
     for place, seed in enumerate(record["settings"]["seeds"]):

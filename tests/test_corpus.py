@@ -1,0 +1,520 @@
+import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, signal, sys, time
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from longhorn_kit.lab import corpus, data
+from longhorn_kit.lab.corpus import prepare, token_dtype
+from longhorn_kit.lab.data import SEPARATOR, load_documents, split_documents
+from longhorn_kit.records import exclusive_lock, read_json
+from test_data import documents, fake_datasets, gpt2_folder, json_lines, write_records  # noqa: F401
+
+
+def write(path, n=200):
+    path.write_text(SEPARATOR.join(documents(n)), encoding="utf-8")
+    return str(path)
+
+
+def bytes_of(found):
+    return {path.name: path.read_bytes() for path in sorted(found.folder.glob("*.bin"))}
+
+
+def expected(source, **options):
+    "What a corpus of byte tokens holds, from the documents and the rule of the split."
+    parts = {"train.bin": b"", "val.bin": b""}
+    for part, text in split_documents(load_documents(source), by_name=source == "stdlib", **options):
+        parts[f"{part}.bin"] += text.encode() + b"\0"
+    return parts
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(corpus, "PIECE", 2000)
+    monkeypatch.setattr(corpus, "batch_of", lambda documents: list(itertools.islice(documents, 10)))
+
+
+def in_processes(work, *arguments):
+    "Run `work` in a process for each argument; returns what it put into the queue it is given, and the exit codes."
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    children = [fork.Process(target=work, args=(results, argument)) for argument in arguments]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    codes = [child.exitcode for child in children]
+    return [results.get() for code in codes if code == 0], codes
+
+
+def at_call(monkeypatch, owner, name, call, what, before=True):
+    "At that call of a function something happens, before or after its work."
+    real, count = getattr(owner, name), iter(range(10**6))
+    def watched(*arguments, **named):
+        now = next(count) == call
+        if now and before:
+            what()
+        result = real(*arguments, **named)
+        if now and not before:
+            what()
+        return result
+    monkeypatch.setattr(owner, name, watched)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("size, dtype", [(256, "<u1"), (257, "<u2"), (50257, "<u2"), (65536, "<u2"), (65537, "<u4")])
+def test_dtype_holds_the_vocabulary(size, dtype):
+    assert token_dtype(size) == np.dtype(dtype) and np.iinfo(token_dtype(size)).max >= size - 1
+
+
+def test_tokens_are_those_of_the_text_whatever_cuts_it(tmp_path, monkeypatch):
+    source, few = write(tmp_path / "a.txt"), str(tmp_path / "few.txt")
+    (tmp_path / "few.txt").write_text(SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20)))
+    for options in ({}, {"fraction": 0.3}):
+        found = prepare(source, cache=tmp_path / "cache", **options)
+        assert bytes_of(found) == expected(source, **options) and isinstance(found.train, np.memmap)
+    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(few)  # of few documents, their ends
+    monkeypatch.setattr(corpus, "LEAST", 1)
+    monkeypatch.setattr(corpus, "PIECE", 5000)
+    for workers in (1, 3):
+        assert bytes_of(prepare(source, cache=tmp_path / f"{workers}", workers=workers)) == expected(source)
+    for part, content in expected(source).items():
+        about = found.index[part.removesuffix(".bin")]
+        assert about["documents"] > 0 and about["tokens"] == about["bytes"]
+    monkeypatch.undo()
+    assert bytes_of(prepare("stdlib", cache=tmp_path / "cache")) == expected("stdlib")
+    assert prepare("stdlib", cache=tmp_path / "cache").index["text_sha256"] == data.embedded_corpus_hash()
+
+
+def test_limits_and_a_named_held_out_part(tmp_path):
+    source, other = write(tmp_path / "a.txt", 300), write(tmp_path / "b.txt", 20)
+    whole, some = prepare(source, cache=tmp_path), prepare(source, cache=tmp_path, tokens=9000)
+    assert 9000 <= len(some.train) < 9300 and some.folder != whole.folder and some.train[-1] == 0
+    assert bytes(some.train) == bytes(whole.train[:len(some.train)])
+    rest = [text for _, text in load_documents(source)][some.index["train"]["documents"] + some.index["val"]["documents"]:]
+    assert bytes(whole.train[len(some.train):]).startswith(rest[0].encode())  # it stopped before a training document
+    limited = prepare(source, cache=tmp_path, limit=150)
+    assert limited.index["train"]["documents"] + limited.index["val"]["documents"] == 150
+    both = prepare(source, cache=tmp_path, held_out=other, limit=7)
+    assert bytes(both.train) == "".join(text + "\0" for text in documents(7)).encode()
+    assert bytes(both.val) == "".join(text + "\0" for text in documents(20)).encode()
+
+
+@pytest.mark.parametrize("documents, tokens", [(1, 1000), (1, 100_000), (3, 1000), (3, 100_000)])
+def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
+    text = tmp_path / "text.txt"
+    lines = "".join(f"line {i}\n" for i in range(9000))
+    text.write_text("<|endoftext|>\n".join(f"text {n}\n{lines}" for n in range(documents)))
+    found = prepare(str(text), cache=tmp_path / "cache", tokens=tokens)
+    assert len(found.train) >= min(tokens, 80_000) and len(found.val) > 0
+
+
+@pytest.mark.parametrize("name, compress", [
+    ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
+    ("r.jsonl.gz", gzip.compress), ("r.json.zst", zstandard.compress), ("r.parquet", None), ("hf:", bytes)])
+def test_the_same_records_give_the_same_tokens_whatever_holds_them(tmp_path, name, compress):
+    texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
+    (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
+    path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
+    path.parent.mkdir()
+    written = [text.replace("\n", "\r\n") for text in texts]
+    if compress:
+        path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
+    else:
+        write_records(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
+    found = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
+    assert bytes_of(found) == expected(str(tmp_path / "plain.txt"))
+
+
+def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
+    bpe, plain = (prepare(str(tmp_path / "a.txt"), name, cache=tmp_path) for name in (f"gpt2:{gpt2_folder}", "bytes"))
+    assert bpe.train.dtype == np.uint16 and bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
+    assert bpe.tokenizer.decode(bpe.train).startswith("text 0 the") and bpe.train[-1] == bpe.tokenizer.end == 50256
+    assert str(gpt2_folder) not in json.dumps(bpe.index)
+    for found in (bpe, plain):
+        total_bits = 1000 / math.log(2)  # of a model that spends 1000 nats on the whole part
+        assert math.isclose(found.bits_per_byte(1000 / len(found.val)) * found.index["val"]["bytes"], total_bits)
+    again = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
+    assert again.folder == bpe.folder and bytes_of(again) == bytes_of(bpe)
+    with pytest.raises(ValueError, match=f"{bpe.folder} holds tokens of gpt2-.*; the tokenizer that was named is bytes"):
+        prepare(str(bpe.folder))
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch):
+    class Wrong(data.ByteTokenizer):
+        vocab_size = 100
+    monkeypatch.setattr(corpus, "get_tokenizer", lambda name: Wrong())
+    with pytest.raises(ValueError, match="tokenizer bytes gives token 1.., which is outside its vocabulary of 100"):
+        prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    monkeypatch.undo()
+    found = prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    found.check_vocabulary(256)
+    with pytest.raises(ValueError, match=r"the data has a vocabulary of 256 tokens \(bytes\); the model has 100"):
+        found.check_vocabulary(100)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
+    ("workers", 0), ("verify", "never")])
+def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+        prepare("stdlib", cache=tmp_path, **{name: value})
+
+
+# ---- killed, interrupted, shared
+
+
+class Rows:
+    "A streamed dataset as `datasets` has it: an iterable with a position."
+    def __init__(self, n, texts=None, delay=0.0):
+        self.n, self.at, self.delay, self.texts = n, 0, delay, texts or documents(n)
+    def __iter__(self):
+        while self.at < self.n:
+            time.sleep(self.delay)
+            self.at += 1
+            yield {"text": self.texts[self.at - 1]}
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def sources(folder):
+    "The same documents in four kinds of source."
+    (folder / "rows").mkdir()
+    for i in range(3):
+        write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i:100 * i + 100])
+    (folder / "a.txt").write_text(SEPARATOR.join(documents(300)))
+    return {"text": str(folder / "a.txt"), "hub": f"hf:{folder / 'rows'}",
+            "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
+            "parquet": write_records(folder / "a.parquet", text=documents(300))}
+
+
+DEATHS = [ # function, call, before or after its work
+    (corpus, "write_piece", 2, True), (corpus.Preparation, "save", 2, True), # a piece is read; appended
+    (corpus, "write_record", 2, True), (corpus, "write_record", 2, False),   # on the disk but for the state; with it
+    (corpus.Preparation, "cut_back", 1, False),                              # while resuming
+    (corpus, "discard", -2, True), (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)] # at the end
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
+def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, monkeypatch, kind):
+    source, seen = sources(tmp_path)[kind], []
+    cache, die = tmp_path / "cache", lambda: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
+    for owner, name, call, before in DEATHS:
+        with monkeypatch.context() as patch:
+            if name == "discard":  # of the state, the last but one
+                patch.setattr(corpus, "discard", lambda path: die() if path.name == "state.json" else os.system(f"rm -rf {path}"))
+            else:
+                at_call(patch, owner, name, call, die, before)
+            codes = in_processes(lambda results, _: results.put(bool(prepare(source, cache=cache, workers=1))), 0)[1]
+        assert codes == [-signal.SIGKILL], name
+        seen += [read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")]
+        assert len(list(cache.glob("[!.]*/index.json"))) == ((name, before) == ("put_in_place", False))
+    assert len(set(seen)) > 4 and seen == sorted(seen)  # it went on, and not from the beginning
+    found = prepare(source, cache=cache)
+    assert bytes_of(found) == expected(str(tmp_path / "a.txt")) and list(cache.iterdir()) == [found.folder]
+    whole = prepare(source, cache=tmp_path / "whole")
+    assert found.index == whole.index and {path.name for path in found.folder.iterdir()} == {
+        "train.bin", "val.bin", "index.json", "checked.json"}
+
+
+def test_a_target_of_tokens_is_kept_over_a_kill(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.txt", 300)
+    whole = bytes_of(prepare(source, cache=tmp_path / "whole", tokens=9000))
+    killed = lambda results, cache: results.put(bool(prepare(source, cache=cache, tokens=9000, workers=1)))
+    for call in range(3):
+        with monkeypatch.context() as patch:
+            at_call(patch, corpus, "write_record", call, lambda: os.kill(os.getpid(), signal.SIGKILL), before=False)
+            assert in_processes(killed, tmp_path / str(call))[1] == [-signal.SIGKILL]
+        assert bytes_of(prepare(source, cache=tmp_path / str(call), tokens=9000)) == whole
+
+
+def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch):
+    def endless(rows, **settings):
+        (tmp_path / f"{os.getpid()}.pid").touch()
+        time.sleep(60)
+    monkeypatch.setattr(corpus, "LEAST", 1)
+    monkeypatch.setattr(corpus, "tokenise", endless)
+    source = write(tmp_path / "a.txt")
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: prepare(source, cache=tmp_path / "cache", workers=2))
+    child.start()
+    alive = lambda: [path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")]
+    end = time.monotonic() + 20
+    while len(alive()) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(alive()) == 2
+    child.kill()
+    child.join()
+    while alive() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive()
+
+
+def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(900))
+    whole = bytes_of(prepare("hf:owner/books", cache=tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, corpus.Preparation, "save", 20, lambda: signal.raise_signal(signal.SIGINT))
+        prepare("hf:owner/books", cache=tmp_path / "cache")
+    starts, real = [], Rows.load_state_dict
+    monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
+    assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
+    assert starts == [starts[0]] and starts[0] >= 300
+
+
+def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, corpus.Preparation, "save", 3, lambda: signal.raise_signal(signal.SIGINT))
+        prepare("hf:owner/books", cache=tmp_path)
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
+    with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
+        prepare("hf:owner/books", cache=tmp_path)
+
+
+@pytest.mark.parametrize("what, says", [
+    ("disk", "cannot write .*partial.*No space left on device.*; what was prepared is kept"),
+    ("network", "'owner/books'.*timed out; what was prepared is kept"),
+    ("process", "a process that tokenises was lost .*; try fewer workers; what was prepared is kept")])
+def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
+    class Broken(Rows):
+        def __iter__(self):
+            for row in super().__iter__():
+                if self.at == 1400:
+                    raise ConnectionError("read timed out\nand more")
+                yield row
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500))
+    monkeypatch.setattr(corpus, "PIECE", 50_000)
+    whole = prepare("hf:owner/books", cache=tmp_path / "whole", workers=2)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
+        if what == "disk":
+            at_call(patch, corpus.Preparation, "add", 1, full)
+        elif what == "network":
+            fake_datasets(patch, lambda *args, **options: Broken(1500))
+        else:
+            at_call(patch, corpus, "write_piece", 1, lambda: patch.setattr(corpus, "LEAST", 1))
+            real, here = corpus.tokenise, os.getpid()
+            patch.setattr(corpus, "tokenise", lambda *rows, **more: real(*rows, **more) if os.getpid() == here else os._exit(9))
+        prepare("hf:owner/books", cache=tmp_path / "cache", workers=2)
+    assert "\n" not in str(caught.value) and caught.value.errno == (errno.ENOSPC if what == "disk" else None)
+    assert next((tmp_path / "cache").glob(".*.partial/train.bin")).stat().st_size > 10_000
+    assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == bytes_of(whole)
+
+
+def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, delay=0.001))
+    work = lambda results, _: results.put(len(prepare("hf:owner/books", cache=tmp_path).train))
+    found, codes = in_processes(work, 0, 1, 2)
+    assert codes == [0, 0, 0] and len(found) == 3 and len(set(found)) == 1
+    assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
+
+
+def no_locks(monkeypatch, number):
+    "Locking fails with this error, as on a file system without locks."
+    def flock(*arguments):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", sorted({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}))
+def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch, capsys, number):
+    source = write(tmp_path / "a.txt")
+    no_locks(monkeypatch, number)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, corpus.Preparation, "save", 3, lambda: signal.raise_signal(signal.SIGINT))
+        prepare(source, cache=tmp_path / "cache")
+    partial = next((tmp_path / "cache").glob(".*.partial"))
+    assert f"the file system of {partial} has no locks" in capsys.readouterr().err
+    found = prepare(source, cache=tmp_path / "cache")
+    assert bytes_of(found) == expected(source) and list((tmp_path / "cache").iterdir()) == [found.folder]
+
+
+def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
+    no_locks(monkeypatch, errno.EIO)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError) as caught, exclusive_lock(tmp_path):
+        pass
+    assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks):
+    no_locks(monkeypatch, errno.ENOSYS)
+    source = write(tmp_path / "a.txt", 1000)
+    def work(results, rank):
+        if ranks:
+            os.environ["RANK"] = str(rank)
+        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
+        try:
+            results.put(bytes_of(prepare(source, cache=tmp_path / "cache", workers=1)) == expected(source))
+        except (OSError, ValueError):
+            results.put("refused")
+    results, codes = in_processes(work, 0, 1, 2)
+    assert codes == [0, 0, 0] and len(results) == 3
+    assert set(results) == {True} if ranks else set(results) <= {True, "refused"}  # two separate runs may stop each other
+    for _ in range(3):  # what they left damaged is refused, and named
+        try:
+            assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+            break
+        except ValueError as error:
+            assert "starts again" in str(error) or "prepare it again" in str(error)
+            os.system(f"rm -rf {tmp_path}/cache")
+
+
+# ---- opened again
+
+
+def read_bytes():
+    return int(open("/proc/self/io").read().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts through /proc")
+def test_a_second_start_reads_nothing_of_the_source(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(documents(20_000)))
+    for source in ("stdlib", str(tmp_path / "a.txt")):
+        read = []
+        for _ in range(2):
+            before = read_bytes()
+            prepare(source, cache=tmp_path / "cache")
+            read.append(read_bytes() - before)
+        assert read[0] > 5_000_000 and read[1] < 100_000
+
+
+def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.txt", 150)
+    folders = [prepare(source, cache=tmp_path / "cache").folder]
+    write(tmp_path / "a.txt", 151)
+    folders += [prepare(source, cache=tmp_path / "cache", **options).folder
+                for options in ({}, {"fraction": 0.1}, {"limit": 120}, {"tokens": 5000})]
+    os.utime(source, (1, 1))
+    folders += [prepare(source, cache=tmp_path / "cache").folder]
+    records = write_records(tmp_path / "a.jsonl", text=documents(150), body=documents(150, 9))
+    folders += [prepare(records, cache=tmp_path / "cache", text_column=column).folder for column in ("text", "body")]
+    assert len(set(folders)) == 8 and prepare(source, cache=tmp_path / "cache").folder == folders[5]
+    at_call(monkeypatch, corpus.Preparation, "save", 1, lambda: write(tmp_path / "a.txt", 152))
+    with pytest.raises(ValueError, match="a.txt' changed while it was read; start again"):
+        prepare(source, cache=tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"),
+    (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_a_damaged_file_is_found(tmp_path, name, damage, says):
+    source = write(tmp_path / "a.txt")
+    path = prepare(source, cache=tmp_path / "cache").folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage:
+        path.write_bytes(damage(content))
+    with pytest.raises(ValueError, match=f"{name} {says}.*delete the folder {path.parent} and prepare it") as caught:
+        prepare(source, cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_opening_checks(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.txt")
+    path = prepare(source, cache=tmp_path / "cache").folder / "train.bin"
+    content, date = path.read_bytes(), path.stat().st_mtime_ns
+    path.write_bytes(content[:100] + b"?" + content[101:])
+    os.utime(path, ns=(date, date))  # as a failing disk does it: no sign that the file has changed
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus.hashlib, "file_digest", None)  # hashed once
+        prepare(source, cache=tmp_path / "cache")
+        prepare(source, cache=tmp_path / "cache", verify=False)
+    with pytest.raises(ValueError, match="is damaged"):
+        prepare(source, cache=tmp_path / "cache", verify=True)
+    os.utime(path)
+    with pytest.raises(ValueError, match="is damaged"):
+        prepare(source, cache=tmp_path / "cache")
+    prepare(source, cache=tmp_path / "cache", verify=False)
+
+
+@pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train.bin": 3}'])
+def test_a_damaged_note_is_made_again_and_a_damaged_index_is_named(tmp_path, note):
+    source = write(tmp_path / "text.txt")
+    folder = prepare(source, cache=tmp_path / "cache").folder
+    good = (folder / "checked.json").read_text()
+    (folder / "checked.json").write_text(note)
+    prepare(source, cache=tmp_path / "cache")
+    assert (folder / "checked.json").read_text() == good
+    for index in (note, (folder / "index.json").read_text().replace('"bytes": 1', '"bytes": 2')):
+        (folder / "index.json").write_text(index)
+        with pytest.raises(ValueError, match="index.json.*delete it and run"):
+            prepare(source, cache=tmp_path / "cache")
+    (folder / "index.json").unlink()  # the remedy
+    assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+
+
+def test_a_damaged_state_is_named_and_not_believed(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.txt", 300)
+    for name in ("train.bin", "val.bin", "state.json"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            at_call(patch, corpus.Preparation, "save", 5, lambda: signal.raise_signal(signal.SIGINT))
+            prepare(source, cache=tmp_path / "cache", workers=1)
+        path = next((tmp_path / "cache").glob(f".*.partial/{name}"))
+        content = path.read_bytes()
+        path.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
+        with pytest.raises(ValueError, match=f"{name}.*damaged|{name} is not"):
+            prepare(source, cache=tmp_path / "cache")
+    assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+
+
+# ---- nanoGPT's files
+
+
+def write_bin(path, ids):
+    path.parent.mkdir(exist_ok=True)
+    np.asarray(ids, "<u2").tofile(path)
+    return str(path)
+
+
+def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
+    tokenizer, gpt2 = data.get_tokenizer(f"gpt2:{gpt2_folder}"), f"gpt2:{gpt2_folder}"
+    texts = [f"text {i} the in the\n" for i in range(400)]
+    ids = [tokenizer.encode(text).tolist() + [50256] for text in texts]
+    (tmp_path / "a.txt").write_text(SEPARATOR.join(texts))
+    ours = prepare(str(tmp_path / "a.txt"), gpt2, cache=tmp_path / "cache")
+    for part in ("train", "val"):
+        write_bin(tmp_path / "nano" / f"{part}.bin", getattr(ours, part))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()}
+    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin"):
+        found = prepare(str(source), gpt2, cache=tmp_path / "cache")
+        assert isinstance(found.train, np.memmap) and np.array_equal(found.train, ours.train)
+        assert np.array_equal(found.val, ours.val) and found.bits_per_byte(2.0) == ours.bits_per_byte(2.0)
+        assert all(found.index[part] == {**found.index[part], **ours.index[part]} for part in ("train", "val"))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()} == before
+    alone = prepare(write_bin(tmp_path / "alone" / "train.bin", sum(ids, [])), gpt2, cache=tmp_path, fraction=0.1)
+    assert len(alone.val) == round(0.1 * len(sum(ids, []))) and [*alone.train, *alone.val] == sum(ids, [])
+    named = prepare(str(tmp_path / "alone" / "train.bin"), gpt2, str(tmp_path / "nano" / "val.bin"), cache=tmp_path)
+    assert len(named.train) == len(sum(ids, [])) and np.array_equal(named.val, ours.val)
+
+
+def test_a_bad_bin_is_named(tmp_path):
+    path = tmp_path / "nano" / "train.bin"
+    cases = [([1, 2, 300, 4], {}, "holds token 300, but the tokenizer bytes has 256; name the tokenizer"),
+             ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
+             ([1, 2, 3, 4], {"held_out": "stdlib"}, "the held-out part of .* should be a .bin file too")]
+    for ids, options, says in cases:
+        with pytest.raises(ValueError, match=f"{says}") as caught:
+            prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)
+        assert str(path) in str(caught.value)
+    found = prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache")
+    date = path.stat().st_mtime_ns
+    write_bin(path, [1, 2, 3, 5])
+    os.utime(path, ns=(date, date))
+    with pytest.raises(ValueError, match=f"{path} or its held-out part is damaged"):
+        prepare(str(path), cache=tmp_path / "cache", verify=True)
+    path.write_bytes(path.read_bytes() + b"\1")
+    with pytest.raises(ValueError, match=f"{path} has 9 bytes, but a token has 2: it was cut off; copy it again"):
+        prepare(str(path), cache=tmp_path / "cache")
+    assert len(found.train) == 3
