@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim',
-           'finished_records', 'noted_failure', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'parse',
-           'fail', 'several_processes', 'agreed', 'main']
+           'finished_records', 'noted_failure', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'accuracies',
+           'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/cli.ipynb #cli-003
 import contextlib
@@ -333,28 +333,53 @@ class TrainVision(Generic[S]):
     out: str    # folder of the run
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
-    interrupted = "interrupted; the same command resumes from the last finished epoch"
+    interrupted = "interrupted; the same command resumes from the last checkpoint"
 
     @staticmethod
     def settings_of(argv: list[str]):
         "Return the settings of the preset that is named."
-        from longhorn_kit.lab.vision_training import VISION_PRESETS, override
+        from longhorn_kit.lab.vision_training import VISION_PRESETS
         if not (name := value_of("--preset", argv)):
             return None
         known("preset", name, VISION_PRESETS)
-        return override(VISION_PRESETS[name].config, **count_of("epochs", argv))
+        return VISION_PRESETS[name].config
 
     def __call__(self):
         from longhorn_kit.lab.processes import is_main_process
         from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
         found = train_vision(self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config))
         if is_main_process():
-            print(f"epoch {found['epoch']}: top 1 {100 * found['top1']:.2f} %, top 5 {100 * found['top5']:.2f} % "
-                  f"of {found['images']:,} images, {found['skipped']} skipped")
+            print(f"epoch {found['epoch']}: {accuracies(found)}; model in {Path(self.out) / 'model'}")
+            print(f"{found['images_per_second']:,.0f} images/s; the loader alone {found['loader_images_per_second']:,} "
+                  f"images/s; {found['waiting_percent']} % of the time went to waiting for images")
+
+def accuracies(found: dict) -> str:
+    "Describe an evaluation of images."
+    return (f"top 1 {100 * found.get('ema_top1', found['top1']):.2f} %, top 5 "
+            f"{100 * found.get('ema_top5', found['top5']):.2f} % of {found['val_images']:,} images, "
+            f"{found['skipped']} skipped")
+
+@dataclass
+class EvalVision:
+    "Evaluate a vision model on held-out images, at any size."
+    model: tyro.conf.Positional[str] # folder of a run or of a model, or its model.safetensors
+    data: str              # digits, a folder with val, hf:NAME or wds:FOLDER
+    img_size: int = 0      # pixels per side; 0: that of the training
+    batch_size: int = 64   # images at a time, per process
+    workers: int = 4       # processes that load images
+    cpu: bool = False      # stay on the CPU
+
+    def __call__(self):
+        from longhorn_kit.lab.processes import is_main_process
+        from longhorn_kit.lab.vision_training import eval_vision
+        found = eval_vision(self.model, self.data, self.img_size, self.batch_size, self.workers, self.cpu)
+        if is_main_process():
+            print(accuracies(found))
 
 # %% ../nbs/cli.ipynb #cli-054
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
-            "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision}
+            "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision,
+            "eval-vision": EvalVision}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,

@@ -4,7 +4,10 @@ import math
 import os
 import shutil
 import socket
+from functools import cache
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,13 +15,15 @@ import torch
 from layouts import Pool
 from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
-from longhorn_kit.lab import checkpoint, training
+from longhorn_kit.lab import checkpoint, images as lab_images, training, vision as lab_vision, vision_training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
+from longhorn_kit.lab.images import DigitImages
 from longhorn_kit.lab.language import whole_model
-from longhorn_kit.lab.processes import only_run_in, see_folder
+from longhorn_kit.lab.processes import make_accelerator, only_run_in, see_folder
 from longhorn_kit.lab.recipe import evaluate
 from longhorn_kit.lab.training import train
+from longhorn_kit.lab.vision import ImageSet
 from longhorn_kit.records import read_json, read_jsonl
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
@@ -39,7 +44,7 @@ def no_error(found):
 
 
 def curve(folder):
-    return [{name: line.get(name) for name in ("step", "loss", "grad_norm", "lr", "val_loss", "ema_val_loss", "top1")}
+    return [{name: line.get(name) for name in ("step", "loss", "grad_norm", "lr", "val_loss", "ema_val_loss", "top1", "ema_top1", "epoch")}
             for line in read_jsonl(folder / "metrics.jsonl")]
 
 
@@ -58,41 +63,60 @@ def stopping(at):
     if at is None:
         return TOKENS
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    sampler = Sampler(TOKENS, CONFIG.context, 8 // world, CONFIG.seed, rank, world)
+    return failing(Sampler(TOKENS, CONFIG.context, 8 // world, CONFIG.seed, rank, world), 8 * at)
+
+
+def failing(sampler, drawn):
     draw = sampler.next_batch
     def next_batch():
-        if sampler.drawn == 8 * at:
+        if sampler.drawn == drawn:
             raise MemoryError("stopped")
         return draw()
     sampler.next_batch = next_batch
     return sampler
 
 
-KINDS = {"language": language}
+def images(folder, sharding, stop=None):
+    "The same with images, whose order and augmentation no layout changes; without Mixup, whose pairs are of one process."
+    accelerator, options = make_accelerator(cpu=True), dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
+    config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
+    digits = lambda part: DigitImages(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
+    with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
+        model, batches, held_out, notes = vision_training.run_parts(config, folder, accelerator)
+    batches = batches if stop is None else failing(batches, 8 * stop)
+    validate = vision_training.measure(batches, held_out, accelerator)
+    train(model, batches, validate, batches.config, folder, quiet=True, beside=notes)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def stopped(request, pools, tmp_path_factory):
-    "For each layout a run that was stopped in the middle, and one that was not."
-    folder, train_one = tmp_path_factory.mktemp(request.param), KINDS[request.param]
-    for name, (count, sharding) in LAYOUTS.items():
-        no_error(pools(count).run(train_one, folder / name / "whole", sharding))
-        told = pools(count).run(train_one, folder / name / "stopped", sharding, 10)
-        assert told == ["MemoryError: stopped"] * count
-        assert [path.name for path in checkpoints(folder / name / "stopped")] == ["step-00000008"]
-    return folder, train_one
+KINDS = {"language": language, "images": images}
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", LAYOUTS)
-def test_a_run_resumes_with_other_processes_and_sharding(stopped, pools, tmp_path, before, after):
-    folder, train_one = stopped
-    shutil.copytree(folder / before / "stopped", tmp_path / "run")
+QUICK = {("two slices", "two copies"), ("two copies", "two copies")} # of images; the other changes are slow
+CHANGES = [pytest.param(kind, *change, marks=[] if kind == "language" or change in QUICK else pytest.mark.slow)
+           for kind in KINDS for change in product(LAYOUTS, LAYOUTS)]
+
+
+@pytest.fixture(scope="module")
+def trained(pools, tmp_path_factory):
+    "A function: the folder of a run in a layout, stopped in the middle or not."
+    @cache
+    def folder(kind, layout, at=None):
+        place, (count, sharding) = tmp_path_factory.mktemp(kind) / "run", LAYOUTS[layout]
+        told = pools(count).run(KINDS[kind], place, sharding, at)
+        assert told == [at and "MemoryError: stopped"] * count, told
+        assert [path.name for path in checkpoints(place)][:1] == [f"step-000000{'08' if at else '16'}"]
+        return place
+    return folder
+
+
+@pytest.mark.parametrize("kind, before, after", CHANGES)
+def test_a_run_resumes_with_other_processes_and_sharding(trained, pools, tmp_path, kind, before, after):
+    shutil.copytree(trained(kind, before, 10), tmp_path / "run")
     count, sharding = LAYOUTS[after]
-    no_error(pools(count).run(train_one, tmp_path / "run", sharding))
-    found, whole = curve(tmp_path / "run"), curve(folder / "one" / "whole")
+    no_error(pools(count).run(KINDS[kind], tmp_path / "run", sharding))
+    found, whole = curve(tmp_path / "run"), curve(trained(kind, "one"))
     if before == after:
-        assert found == curve(folder / before / "whole")
+        assert found == curve(trained(kind, before))
     assert [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, 21))
     for line, expected in zip(found, whole):
         for name, value in expected.items():

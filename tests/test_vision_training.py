@@ -1,5 +1,5 @@
-"""`longhorn train-vision`: presets, data from four sources, broken images, resume, one run per folder, several processes."""
-import dataclasses, io, os, random, shutil, signal, subprocess, sys, tarfile, types
+"""`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, other sizes, weights to start from, timm's script."""
+import argparse, dataclasses, io, multiprocessing, os, random, re, shutil, signal, subprocess, sys, tarfile, time
 from pathlib import Path
 
 import datasets
@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from longhorn_kit import cli
 from longhorn_kit.lab import vision_training as lab
-from longhorn_kit.lab.training import WorkerLost
-from longhorn_kit.lab.vision_training import VISION_PRESETS, open_data, train_vision, vision_config
-from longhorn_kit.models.vision import default_cfgs
-from test_training import two_processes
-
-ALONE = types.SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+from longhorn_kit.lab.images import Augmented, ImageBatches, Images, open_data, posterize, transforms
+from longhorn_kit.lab.processes import WorkerLost
+from longhorn_kit.lab.vision_training import VISION_PRESETS, eval_vision, make_model, train_vision, vision_config
+from longhorn_kit.models.vision import default_cfgs, timm
+from longhorn_kit.records import read_json, read_jsonl
 
 
 def picture(number, label):
@@ -24,13 +24,13 @@ def picture(number, label):
     return Image.fromarray((noise + 150 * label).astype(np.uint8))
 
 
-def filled(root, train, val):
-    "The folder, with so many images of each of two classes."
+def filled(root, train, val, classes=("dark", "light")):
+    "The folder, with so many images of each class."
     for part, count in (("train", train), ("val", val)):
-        for label, name in enumerate(("dark", "light")):
+        for label, name in enumerate(classes):
             (root / part / name).mkdir(parents=True)
             for i in range(count):
-                picture(i + 100 * label, label).save(root / part / name / f"{i}.png")
+                picture(i + 100 * label, label % 2).save(root / part / name / f"{i}.png")
     return root
 
 
@@ -44,15 +44,23 @@ def small(out, data, **options):
     return train_vision("digits", out, quiet=True, data=str(data), cpu=True, **options)
 
 
+def results(out):
+    "The metrics without measured times, and the weights."
+    timed = lambda name: name.endswith("per_second") or name == "waiting_percent"
+    lines = [{name: value for name, value in line.items() if not timed(name)} for line in read_jsonl(out / "metrics.jsonl")]
+    return lines, {name: value.tolist() for name, value in load_file(out / "model" / "model.safetensors").items()}
+
+
 def test_presets_are_the_published_recipe():
-    tiny, small_ = (VISION_PRESETS[f"imagenet-vim-{size}"].config for size in ("tiny", "small"))
-    assert (tiny.batch_size, tiny.lr, tiny.weight_decay, tiny.drop_path) == (1024, 5e-4 * 1024 / 512, 0.1, 0.0)
-    assert (small_.batch_size, small_.lr, small_.weight_decay, small_.drop_path) == (512, 1e-3, 0.05, 0.05)
-    for config in (tiny, small_):
-        assert (config.epochs, config.warmup_epochs, config.min_lr, config.warmup_lr) == (300, 5, 1e-5, 1e-6)
+    for size, own in (("tiny", (1024, 5e-4 * 1024 / 512, 0.1, 0.0)), ("small", (512, 1e-3, 0.05, 0.05))):
+        config = VISION_PRESETS[f"imagenet-vim-{size}"].config
+        assert (config.batch_size, config.lr, config.weight_decay, config.drop_path) == own
+        assert (config.epochs, config.warmup_epochs, config.beta1, config.beta2, config.clip) == (300, 5, 0.9, 0.999, 0)
+        assert config.lr * config.lr_final == pytest.approx(1e-5)
         assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (0.8, 1.0, 0.1, 0.25, 3)
         assert config.auto_augment == "rand-m9-mstd0.5-inc1" and config.ema == 0.99996 and config.precision == "no"
-    assert vision_config("imagenet-vim-tiny", data="folder", epochs=1).warmup_epochs == 1 # the preset has 5
+    known = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
+    assert (known.eval_every, known.steps, known.warmup) == (9, 18, 17) # two epochs of a warm-up of five
 
 
 @pytest.mark.parametrize("arguments, override, message", [
@@ -60,9 +68,9 @@ def test_presets_are_the_published_recipe():
     (["imagenet-vim-tiny"], {}, "preset imagenet-vim-tiny needs data"),
     (["digits"], dict(model="longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
     (["digits"], dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
+    (["digits"], dict(steps=9), "unknown setting 'steps'"),
     (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"),
     (["digits"], dict(precision="fp8"), "precision is 'fp8'"),
-    (["digits"], dict(seed=2**41), "seed is 2199023255552; it must be from 0 to 1099511627775"),
 ])
 def test_bad_names_and_settings(arguments, override, message):
     with pytest.raises(ValueError, match=message):
@@ -83,24 +91,30 @@ def encoded(image):
     return file.getvalue()
 
 
+def shards(folder, part, rows):
+    with tarfile.open(folder / f"{part}-000.tar", "w") as tar:
+        for i, (image, label) in enumerate(rows):
+            for kind, data in (("cls", str(label).encode()), ("png", image)):
+                info = tarfile.TarInfo(f"{i:04d}.{kind}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
 def test_four_sources_hold_the_same_images(folder, tmp_path):
     readers, rows = {"folder": open_data(str(folder))}, {}
     for part, reader, name in zip(("train", "val"), readers["folder"], ("train", "validation")):
-        row = rows[part] = [(file.read(), label) for file, label in map(reader.read, range(len(reader)))]
+        row = rows[part] = [(file.read(), label) for file, label in map(reader.__getitem__, range(len(reader)))]
         parquet(tmp_path / "hub" / f"{name}.parquet", *zip(*row), datasets.ClassLabel(names=["dark", "light"]))
-        with tarfile.open(tmp_path / f"{part}-000.tar", "w") as tar:
-            for i, (image, label) in enumerate(row):
-                for kind, data in (("cls", str(label).encode()), ("png", image)):
-                    info = tarfile.TarInfo(f"{i:04d}.{kind}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+        shards(tmp_path, part, row)
     readers["hub"], readers["shards"] = open_data(f"hf:{tmp_path / 'hub'}"), open_data(f"wds:{tmp_path}")
     for train, held_out in readers.values():
         assert (len(train), len(held_out), len(train.classes)) == (24, 10, 2)
         for part, reader in (("train", train), ("val", held_out)):
             for i in (0, len(reader) - 1):
-                file, label = reader.read(i)
-                assert (file.read(), label) == rows[part][i]
+                file, label = reader[i]
+                assert (file.read(), label) == rows[part][i] and reader.filename(i, absolute=True)
+    told = small(tmp_path / "run", f"wds:{tmp_path}", epochs=1), small(tmp_path / "same", folder, epochs=1)
+    assert told[0]["loss"] == told[1]["loss"] and results(tmp_path / "run") == results(tmp_path / "same")
 
 
 def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tmp_path):
@@ -110,15 +124,16 @@ def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tm
             parquet(tmp_path / f"{part}.parquet", images, labels, kind)
         train, held_out = open_data(f"hf:{tmp_path}")
         assert list(train.classes.items()) == [(name, i) for i, name in enumerate(held_out.classes)]
-        assert [train.read(i)[1] for i in range(2)] == [0, 1] and len(train.classes) == 2
+        assert [train[i][1] for i in range(2)] == [0, 1] and len(train.classes) == 2
     parquet(tmp_path / "validation.parquet", images, [-1, 1], names)
-    assert [open_data(f"hf:{tmp_path}")[1].read(i)[1] for i in range(2)] == [-1, 1]
+    hidden = Images(open_data(f"hf:{tmp_path}")[1], np.asarray)
+    assert [hidden[i][1:] for i in range(2)] == [(-100, []), (1, [])]
     parquet(tmp_path / "train.parquet", images, [-1, 1], names)
     with pytest.raises(ValueError, match="some images have no label"):
         open_data(f"hf:{tmp_path}")
 
 
-def test_bad_folders(folder, tmp_path):
+def test_bad_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/train does not exist"):
         open_data("nowhere")
     for part in ("train", "val"):
@@ -134,80 +149,147 @@ def test_bad_folders(folder, tmp_path):
         open_data(f"wds:{tmp_path}")
 
 
-def test_training_resumes_to_the_bit_keeps_its_weights_and_refuses_other_settings(folder, tmp_path):
-    options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9)
+class Noise:
+    "A reader of 64 healthy images that counts what is read."
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    def __init__(self): self.read = []
+    def __len__(self): return 64
+    def filename(self, i, absolute): return f"image {i}"
+    def __getitem__(self, i): return self.read.append(i) or self.pixels[i], i
+
+
+def batches(rank=0, world=1, **options):
+    "Batches of the ViM recipe, at 32 × 32 pixels: 4 epochs of 5 steps."
+    config = vision_config("imagenet-vim-tiny", model="longhorn_vim_tiny_patch4_32", data="noise",
+                           **dict(batch_size=12, epochs=4, workers=0, seed=3) | options)
+    config = lab.with_steps(config, 64)
+    augment, *_ = transforms(config, default_cfgs[config.model].default.to_dict())
+    return ImageBatches(Augmented(Noise(), augment, "RGB", config), config, rank, world)
+
+
+def test_order_and_pixels_depend_on_seed_and_place_alone():
+    one = batches()
+    whole = [one.next_batch() for _ in range(20)]
+    for options in (dict(world=2, workers=2), dict(world=3, accumulate=2), dict(accumulate=3)):
+        config = dict(options)
+        world, parts = config.pop("world", 1), config.get("accumulate", 1)
+        for rank in range(world):
+            random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+            mine = batches(rank, world, **config)
+            mine.load_state_dict({"drawn": 7 * 12, "broken": []}) # inside the second epoch
+            for images, labels in whole[7:]:
+                for part in range(parts):
+                    got, names = mine.next_batch()
+                    rows = slice(part * (12 // parts) + rank, (part + 1) * (12 // parts), world)
+                    assert torch.equal(got, images[rows]) and torch.equal(names, labels[rows])
+            assert mine.drawn == 20 * 12 and (config.get("workers") or len(mine.images.reader.read) == 13 * 12 // world)
+    assert batches(seed=4).next_batch()[1].tolist() != whole[0][1].tolist()
+
+
+def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
+    plain, copies = batches(repeats=1), batches(repeats=3)
+    epochs = [torch.cat([plain.next_batch()[1] for _ in range(5)]).tolist() for _ in range(2)]
+    assert all(len(set(epoch)) == 60 for epoch in epochs) and epochs[0] != epochs[1]
+    images, labels = copies.next_batch()
+    assert labels[::3].tolist() == labels[1::3].tolist() == labels[2::3].tolist() == epochs[0][:4]
+    assert not torch.equal(images[0], images[1])
+
+
+def test_no_healthy_image_is_called_broken():
+    "RandAugment draws posterize with 0 bits about ten times here, which Pillow 13 refuses."
+    images = batches(repeats=1, batch_size=64, epochs=200).images
+    for place in range(10_000):
+        assert images[place][1:] == (images.number(place), []) # and not its neighbour
+    images.transform = lambda image: image.no_such_method # an error of the augmentation is not the image's
+    with pytest.raises(AttributeError, match="no_such_method"):
+        images[3]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_posterize_with_0_bits_is_black(mode):
+    image = picture(0, 0).convert(mode)
+    for bits in (0, 1, 4, 8):
+        assert np.array_equal(posterize(image, bits), np.array(image, int) // 2 ** (8 - bits) * 2 ** (8 - bits))
+
+
+def interrupted(monkeypatch, step, what):
+    "Let something happen before a step of the next run in this process."
+    draw = ImageBatches.next_batch
+    def next_batch(self):
+        if self.drawn == step * self.config.batch_size:
+            monkeypatch.setattr(ImageBatches, "next_batch", draw)
+            what()
+        return draw(self)
+    monkeypatch.setattr(ImageBatches, "next_batch", next_batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(folder, tmp_path, monkeypatch, workers):
+    options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9, drop_path=0.5, save_every=4)
     whole = small(tmp_path / "whole", folder, **options)
-    assert whole["images"] == 10 and whole["skipped"] == 0 and {"ema_top1", "ema_top5"} <= set(whole)
-    run = lab.VisionRun(vision_config("digits", data=str(folder), batch_size=8, warmup_epochs=0, lr=2e-3, cpu=True, **options),
-                        tmp_path / "parts")
-    lab.resume_run(run)
-    run.epoch, line = 1, lab.train_epoch(run, lab.progress(9, disable=True))
-    lab.save_run(run)
-    lab.write_jsonl(tmp_path / "parts" / "metrics.jsonl", [{"epoch": 1, **line}, {"epoch": 2, "torn": True}])
-    resumed = small(tmp_path / "parts", folder, **options)
-    assert resumed["loss"] == whole["loss"] and resumed["ema_top1"] == whole["ema_top1"]
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    lines = lab.read_jsonl(tmp_path / "parts" / "metrics.jsonl")
-    assert [line["epoch"] for line in lines] == [1, 2, 3] and "torn" not in lines[1]
-    assert small(tmp_path / "whole", folder, **options) == whole # nothing left to do
+    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (3, 10, 0, 9) and "ema_top5" in whole
+    assert whole["engine"]["scan"] == "chunked"
+    interrupted(monkeypatch, 5, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small(tmp_path / "parts", folder, **options, workers=workers)
+    assert not (tmp_path / "parts" / "model").exists()
+    shutil.copytree(folder, tmp_path / "moved") # data and workers may change
+    assert small(tmp_path / "parts", tmp_path / "moved", **options, workers=workers)["resumed_from"] == 4
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    small(tmp_path / "whole", folder, **options) # nothing left to do
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
     with pytest.raises(ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"):
         small(tmp_path / "whole", folder, **options, lr=3e-3)
-    with pytest.raises(ValueError, match="holds a run with 2 classes; digits has 10"):
+    with pytest.raises(ValueError, match="holds a run with 2 classes and 24 training images; digits has 10 and 1438"):
         small(tmp_path / "whole", "digits", **options)
 
 
-def test_corrupt_images_are_named_skipped_and_counted(tmp_path, capsys):
+def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch):
+    "A scheduler sends it to the processes that load images too."
+    def ends():
+        for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+            os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    interrupted(monkeypatch, 4, ends)
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"):
+        small(tmp_path / "run", folder, workers=2)
+    assert small(tmp_path / "run", folder)["resumed_from"] == 5 and small(tmp_path / "whole", folder)
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
+def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path, monkeypatch):
+    number = Augmented.number
+    def ends(images, place):
+        return os.kill(os.getpid(), signal.SIGKILL) if place == 7 * 8 else number(images, place)
+    monkeypatch.setattr(Augmented, "number", ends)
+    options = dict(workers=1, save_every=1, epochs=4)
+    with pytest.raises(WorkerLost, match=r"a process that loads images is gone, seen at step \d .*same command again") as lost:
+        small(tmp_path / "run", folder, **options)
+    assert str(lost.value).count("\n") == 0 and f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-'}" in str(lost.value)
+    monkeypatch.undo()
+    assert small(tmp_path / "run", folder, **options)["resumed_from"] > 0 and small(tmp_path / "whole", folder, epochs=4)
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
+def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_path, capsys, monkeypatch):
     filled(tmp_path, 9, 4)
     cut = tmp_path / "train" / "dark" / "3.png"
     cut.write_bytes(cut.read_bytes()[:60])
     (tmp_path / "val" / "light" / "1.png").write_bytes(b"not an image")
-    found = small(tmp_path / "run", tmp_path, epochs=1)
-    assert found["skipped"] == 2 and found["images"] == 7
+    whole = small(tmp_path / "whole", tmp_path)
+    assert whole["skipped"] == 2 and whole["val_images"] == 7
     errors = capsys.readouterr().err
-    assert "cannot read" in errors and "train/dark/3.png; skipped" in errors and "val/light/1.png" in errors
-    for path in (tmp_path / "val").rglob("*.png"):
-        path.write_bytes(b"")
-    with pytest.raises(ValueError, match="none of the held-out images can be read"):
-        small(tmp_path / "again", tmp_path, epochs=1)
-
-
-class Noise:
-    "A reader of 64 healthy images."
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
-    def __len__(self): return 64
-    def name(self, i): return f"image {i}"
-    def read(self, i): return self.pixels[i], i
-
-
-@pytest.fixture
-def recipe():
-    "Training images of the ViM recipe, at 32 × 32 pixels."
-    train, held_out = lab.Images(Noise(), replaces=True), lab.Images(Noise())
-    config = vision_config("imagenet-vim-tiny", model="longhorn_vim_tiny_patch4_32", data="noise", batch_size=64, workers=0)
-    lab.loaders(train, held_out, config, default_cfgs[config.model].default.to_dict(), ALONE)
-    return train
-
-
-def test_no_healthy_image_is_called_broken(recipe):
-    "RandAugment draws posterize with 0 bits about ten times here, which Pillow 13 refuses."
-    random.seed(0), torch.manual_seed(0)
-    for i in range(10_000):
-        assert recipe[i % len(recipe)][1] == i % len(recipe) # and not its neighbour
-    recipe.transform = lambda image: image.no_such_method # an error of the augmentation is not the image's
-    with pytest.raises(AttributeError, match="no_such_method"):
-        recipe[3]
-    assert not recipe.broken.any()
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_posterize_with_0_bits_is_black(recipe, mode):
-    image = picture(0, 0).convert(mode)
-    posterize = {op.name: op for op in recipe.transform.transforms[2].ops}["PosterizeIncreasing"].aug_fn
-    assert posterize(image, 0).getcolors() == [(64, 0 if mode == "L" else (0, 0, 0))]
-    for bits in (1, 4):
-        assert np.array_equal(posterize(image, bits), np.array(image) // 2 ** (8 - bits) * 2 ** (8 - bits))
-    assert posterize(image, 8) is image
+    assert errors.count("train/dark/3.png; skipped") == 1 and errors.count("val/light/1.png; skipped") == 1
+    interrupted(monkeypatch, 3, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small(tmp_path / "parts", tmp_path, save_every=1)
+    small(tmp_path / "parts", tmp_path, save_every=1)
+    assert results(tmp_path / "parts") == results(tmp_path / "whole") and capsys.readouterr().err.count("dark/3.png") == 1
+    for part, told in (("val", "none of the held-out images can be read"), ("train", "^none of the 18 images can be read; the first is .*0.png$")):
+        for path in (tmp_path / part).rglob("*.png"):
+            path.write_bytes(b"")
+        with pytest.raises(ValueError, match=told):
+            small(tmp_path / "again", tmp_path, epochs=1, workers=1)
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
@@ -215,94 +297,155 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
         small(tmp_path, folder, batch_size=64)
     with pytest.raises(ValueError, match="batch_size=8 cannot be shared by 1 processes with accumulate=3"):
         small(tmp_path, folder, accumulate=3)
-    config = dataclasses.replace(VISION_PRESETS["imagenet-vim-tiny"].config, batch_size=7)
     with pytest.raises(ValueError, match="a part of a step has 7 images"):
-        lab.loaders([0] * 20, [0], config, {}, ALONE)
-    one = small(tmp_path / "one", folder, epochs=1, accumulate=2)
-    assert len(lab.read_jsonl(tmp_path / "one" / "metrics.jsonl")) == 1 and one["loss"] > 0
-    run = lab.VisionRun(vision_config("digits", data=str(folder), batch_size=8, accumulate=2, cpu=True), tmp_path / "two")
-    assert run.updates == 3 and len(run.loader) == 6
-
-
-def command(folder, out, workers=0):
-    return ["train-vision", "--preset", "digits", "--data", str(folder), "--out", str(out), "--epochs", "3",
-            "--batch-size", "8", "--workers", str(workers)]
-
-
-def finished(words, launcher=()):
-    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    return subprocess.run([sys.executable, *launcher, "-m", "longhorn_kit.cli", *words], cwd=Path(__file__).parent.parent,
-                          env=environment, capture_output=True, text=True, timeout=110)
-
-
-def results(out):
-    "The metrics of every epoch without the speed, and the weights."
-    lines = [line | {"images_per_second": None} for line in lab.read_jsonl(out / "metrics.jsonl")]
-    return lines, {name: value.tolist() for name, value in load_file(out / "model.safetensors").items()}
-
-
-def test_a_second_run_in_the_folder_is_refused_and_the_first_is_unharmed(folder, tmp_path, monkeypatch):
-    refused, train_epoch = [], lab.train_epoch
-    def with_company(run, bar):
-        if run.epoch == 1:
-            refused.append(finished(command(folder, tmp_path / "run")))
-        return train_epoch(run, bar)
-    same = dict(epochs=3, lr=4e-3, warmup_epochs=1) # as the command
-    small(tmp_path / "alone", folder, **same)
-    monkeypatch.setattr(lab, "train_epoch", with_company)
-    small(tmp_path / "run", folder, **same)
-    assert results(tmp_path / "run") == results(tmp_path / "alone")
-    told = f"longhorn: error: another process is training in {tmp_path / 'run'}; wait for it, or use another folder\n"
-    assert (refused[0].returncode, refused[0].stdout, refused[0].stderr) == (1, "", told)
-
-
-def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path, monkeypatch):
-    load, train_epoch = lab.Images.load, lab.train_epoch
-    def killed(images, i):
-        os.kill(os.getpid(), signal.SIGKILL)
-    def kills(run, bar):
-        monkeypatch.setattr(lab.Images, "load", killed if run.epoch == 1 else load)
-        return train_epoch(run, bar)
-    monkeypatch.setattr(lab, "train_epoch", kills)
-    with pytest.raises(WorkerLost, match="a process that loads images is gone, seen at step 3 .*same command again") as lost:
-        small(tmp_path / "run", folder, workers=1)
-    assert str(lost.value).count("\n") == 0 and f"{tmp_path / 'run' / 'checkpoint.pt'}" in str(lost.value)
-    monkeypatch.undo()
-    assert small(tmp_path / "run", folder, workers=1)["epoch"] == 2
+        small(tmp_path, folder, batch_size=7, mixup=0.8)
+    one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, accumulate=2)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    "A folder of images, three of them broken, and a run on it in two processes."
-    folder = filled(tmp_path_factory.mktemp("together"), 8, 4)
-    for path in ("train/dark/3.png", "val/dark/2.png", "val/light/1.png"): # held out: one on each process
+def trained(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    return out, small(out, folder, ema=0.5)
+
+
+def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path, capsys):
+    out, found = trained
+    for place in (out, out / "model", out / "model" / "model.safetensors"):
+        again = eval_vision(place, str(folder), workers=0, cpu=True, batch_size=3)
+        assert again == {"top1": found["ema_top1"], "top5": 1.0, "val_images": 10, "skipped": 0}
+    assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg["input_size"] == (1, 8, 8)
+    assert cli.main(["eval-vision", str(out), "--data", str(folder), "--img-size", "12", "--cpu"]) == 0
+    assert "of 10 images, 0 skipped" in capsys.readouterr().out
+    shards(tmp_path, "val", [(encoded(picture(0, 1)), 1)])
+    filled(tmp_path / "more", 1, 1, ("dark", "dim", "light"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"nothing")
+    for words, says in (
+            ([str(tmp_path), "--data", str(folder)], f"checkpoint {tmp_path} holds no model"),
+            ([str(out), "--data", "nowhere"], "nowhere/val does not exist"),
+            ([str(out), "--data", f"wds:{tmp_path}"], "class '0' of wds:"),
+            ([str(out), "--data", str(tmp_path / "more")], "class 'dim' of .*more is not number 1 of the 2 classes"),
+            ([str(out), "--data", str(folder), "--img-size", "9"], "img_size is 9; it must be a multiple of the patch, 2 pixels"),
+            ([str(tmp_path / "a" / "model.safetensors"), "--data", str(folder)], "has no config.json")):
+        assert cli.main(["eval-vision", *words]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and re.search(says, error), error
+
+
+def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path):
+    out, _ = trained
+    config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(out), img_size=12)
+    weights, same, other = load_file(out / "model" / "model.safetensors"), make_model(config, 2), make_model(config, 10)
+    assert torch.equal(same.head.weight, weights["head.weight"]) and other.head.out_features == 10
+    first = timm.create_model(config.model, num_classes=2)
+    first.load_state_dict(weights)
+    first.set_input_size(12)
+    for model in (same, other):
+        assert torch.equal(model.pos_embed, first.pos_embed) and torch.equal(model.norm.weight, weights["norm.weight"])
+    start = small(tmp_path / "fine", folder, img_size=12, init_from=str(out), lr=1e-5)
+    assert start["top1"] == 1.0 and read_json(tmp_path / "fine" / "model" / "config.json")["pretrained_cfg"]["input_size"] == [1, 12, 12]
+    assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
+    shutil.copytree(out / "model", tmp_path / "model")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True) # of a run that was killed before its first checkpoint
+    for _ in range(2): # a resumed run reads them no more
+        small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(tmp_path / "model"))
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+    assert results(tmp_path / "run")[1] == results(out)[1]
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"nothing"), "model.safetensors is damaged; train the model again"),
+    (lambda folder: ((folder / "manifest.json").unlink(), (folder / "model.safetensors").write_bytes(b"nothing")), "does not fit longhorn_vim_nano_patch2_8"),
+    (lambda folder: shutil.rmtree(folder), "holds no model"),
+    (dict(model="longhorn_vim_nano_patch2_8", scan="mamba"), None)])
+def test_weights_that_do_not_fit_are_one_sentence(trained, tmp_path, damage, says):
+    shutil.copytree(trained[0], tmp_path / "run")
+    config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(tmp_path / "run"))
+    if says:
+        damage(tmp_path / "run" / "model")
+    else: # Mamba's weights have more tensors; three classes, so that timm is not strict
+        config, says = dataclasses.replace(config, model="mamba_vim_nano_patch2_8"), "does not fit mamba_vim_nano_patch2_8: only one of them has blocks.0"
+    with pytest.raises((ValueError, OSError), match=says) as error:
+        make_model(config, 3)
+    assert "\n" not in str(error.value)
+
+
+def start(*words, launcher=()):
+    return subprocess.Popen([sys.executable, *launcher, "-m", "longhorn_kit.cli", *words], cwd=Path(__file__).parent.parent,
+                            env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""), stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def finished(process):
+    said, errors = process.communicate(timeout=100)
+    return process.returncode, said, errors
+
+
+def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_weights(tmp_path):
+    folder = filled(tmp_path, 8, 4)
+    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png" # held out: one on each process
+    for path in broken:
         (folder / path).write_bytes(b"not an image")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
-    return folder, finished(command(folder, folder / "whole", workers=1), torchrun)
+    code, said, errors = finished(start("train-vision", "--preset", "digits", "--data", str(folder), "--out", str(folder / "whole"), "--epochs", "3",
+                                        "--batch-size", "8", "--workers", "1", "--sharding", "fsdp", launcher=torchrun))
+    lines = [line for line in read_jsonl(folder / "whole" / "metrics.jsonl") if "top1" in line]
+    assert code == 0, errors
+    assert [(line["skipped"], line["val_images"], line["epoch"]) for line in lines] == [(3, 6, 1), (3, 6, 2), (3, 6, 3)]
+    assert all(errors.count(f"{path}; skipped") == 1 for path in broken)
+    assert said.count("\n") == 2 and "of 6 images, 3 skipped" in said and "went to waiting for images" in said
+    one = small(folder / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1)
+    mine, whole = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole"))
+    assert all(torch.allclose(mine[name], whole[name], atol=1e-4) for name in whole) and mine.keys() == whole.keys()
+    assert one["top1"] == lines[-1]["top1"]
 
 
-def test_two_processes_name_each_broken_image_once_and_count_all(together):
-    folder, done = together
-    lines = lab.read_jsonl(folder / "whole" / "metrics.jsonl")
-    assert done.returncode == 0 and [(line["skipped"], line["images"]) for line in lines] == [(3, 6)] * 3
-    for path in ("train/dark/3.png", "val/dark/2.png", "val/light/1.png"):
-        assert done.stderr.count(f"{path}; skipped") == 1
-    assert done.stdout.count("\n") == 1 and "of 6 images, 3 skipped" in done.stdout
+@pytest.mark.slow
+def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_evaluated(tmp_path):
+    data, classes = tmp_path / "imagenet", [f"n{i:08d}" for i in range(1000)]
+    for part, count in (("train", 2), ("val", 1)):
+        for label, name in enumerate(classes):
+            (data / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.random.default_rng((label, i)).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+                Image.fromarray(pixels).resize((40, 32)).save(data / part / name / f"{i}.JPEG")
+    words = lambda out: ["train-vision", "--preset", "imagenet-vim-tiny", "--model", "longhorn_vim_nano_patch2_8", "--img-size", "16",
+                         "--data", str(data), "--out", str(out), "--epochs", "2", "--batch-size", "100", "--workers", "2",
+                         "--ema", "0.9", "--save-every", "3", "--log-every", "1"]
+    killed = start(*words(tmp_path / "killed"))
+    while not any(line["step"] >= 26 for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")):
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()
+    assert finished(killed)[0] == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
+    told = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
+    assert [code for code, *_ in told] == [0, 0] and told[0][1].split(";")[0] == told[1][1].split(";")[0]
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    assert len(results(tmp_path / "whole")[0]) == 40 and read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
+    code, said, _ = finished(start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu"))
+    assert code == 0 and said.strip() == told[0][1].split("epoch 2: ")[1].split(";")[0]
 
 
-def test_two_processes_resume_to_the_bit_and_one_resumes_alone(together, tmp_path, capfd):
-    "The first process dies after its first checkpoint; the other names the checkpoint."
-    folder, _ = together
-    trains = f"from longhorn_kit import cli; os._exit(cli.main({command(folder, tmp_path / 'two', workers=1)}))"
-    dies = ("from longhorn_kit.lab import vision_training as lab; keep = lab.save_run\n"
-            "def keep_and_die(run): keep(run); os._exit(9)\n"
-            "lab.save_run = keep_and_die\n")
-    assert two_processes(dies + trains, tmp_path)[0] == [9, 1]
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("longhorn: error")]
-    assert len(told) == 1 and "another of the 2 processes is gone, seen at step 2" in told[0]
-    assert "start the same command again" in told[0] and f"{tmp_path / 'two' / 'checkpoint.pt'}" in told[0]
-    shutil.copytree(tmp_path / "two", tmp_path / "one")
-    assert two_processes(trains, tmp_path)[0] == [0, 0] and results(tmp_path / "two") == results(folder / "whole")
-    alone = small(tmp_path / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1, workers=1) # in another order
-    lines, _ = results(tmp_path / "one")
-    assert alone["epoch"] == 3 and lines[0] == results(folder / "whole")[0][0] and len(lines) == 3
+def test_the_names_that_timms_script_uses(folder, tmp_path):
+    "train.py of timm's repository makes model, data, loader and checkpoints with these calls."
+    from timm.data import create_dataset, create_loader, resolve_data_config
+    from timm.models import resume_checkpoint, safe_model_name
+    from timm.utils import CheckpointSaver
+    model = timm.create_model("longhorn_vim_nano_patch2_8", pretrained=False, in_chans=1, num_classes=2, drop_rate=0.0,
+                              drop_path_rate=None, global_pool=None, bn_momentum=None, bn_eps=None, scriptable=False, checkpoint_path="")
+    config = resolve_data_config(dict(img_size=None, input_size=None, crop_pct=None), model=model)
+    data = create_dataset("", root=str(folder), split="train", is_training=True, batch_size=8, input_img_mode="L")
+    images, labels = next(iter(create_loader(data, config["input_size"], 8, is_training=True, use_prefetcher=False, num_workers=0,
+                                             mean=config["mean"], std=config["std"], device=torch.device("cpu"))))
+    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    arguments = argparse.Namespace(model=safe_model_name("longhorn_vim_nano_patch2_8"))
+    saver = CheckpointSaver(model, optimizer, args=arguments, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path))
+    saver.save_checkpoint(0, metric=1.0)
+    other = timm.create_model("longhorn_vim_nano_patch2_8", num_classes=2)
+    assert resume_checkpoint(other, str(tmp_path / "last.pth.tar"), log_info=False) == 1
+    config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar"))
+    for mine in (other, make_model(config, 2)): # `--init-from` takes it too
+        assert all(torch.equal(value, mine.state_dict()[name]) for name, value in model.state_dict().items())

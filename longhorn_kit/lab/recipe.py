@@ -49,6 +49,7 @@ class Recipe:
     keep: int = 2              # checkpoints to keep
 
     unit = "images" # what a step's size is counted in
+    may_change = frozenset() # more fields that a resumed run may change
 
     def __post_init__(self):
         check_recipe(self)
@@ -124,10 +125,11 @@ NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # parts of names that nev
 def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `TrainConfig`
     "Return groups for AdamW, decaying and not, with `names` beside `params`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else () # timm's models name parameters
     def decays(name, parameter):
         special = id(parameter) in embedded or getattr(parameter, "_no_weight_decay", False)
         matrix = parameter.ndim == 2 and not special and not any(part in name for part in NO_DECAY)
-        return parameter.ndim >= 2 if rule == "official" else matrix
+        return (parameter.ndim >= 2 if rule == "official" else matrix) and name not in kept
     groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -248,7 +248,8 @@ def validated(run):
         metrics = run.validate(run.model)
         if run.average and metrics:
             run.average.swap(run.bare)
-            metrics |= {f"ema_{name}": value for name, value in run.validate(run.model).items()}
+            found = run.validate(run.model).items()
+            metrics |= {f"ema_{name}": value for name, value in found if isinstance(value, float)} # counts stay
             run.average.swap(run.bare)
     run.clock += time.monotonic() - started
     return metrics
@@ -306,7 +307,8 @@ def take_folder(run, held, brief): # held, brief: ExitStacks of the run and of i
     if (run.folder / "config.json").exists():
         run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
         before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # missing in old runs
-        check_same_settings(run.folder, before | run.known["config"], ours, sorted(set(ours) - MAY_CHANGE))
+        fixed = sorted(set(ours) - MAY_CHANGE - run.config.may_change)
+        check_same_settings(run.folder, before | run.known["config"], ours, fixed)
     tidy(run.folder, run.config.keep)
     for left in run.folder.glob(".start-*"): # of a start that was killed
         left.unlink()

@@ -114,7 +114,7 @@ class TwoWayMixer(nn.Module):
         super().__init__()
         if scan not in SCANS:
             raise ValueError(f"scan is {scan!r}; expected one of {', '.join(SCANS)}")
-        d_inner, rank = expand * d_model, math.ceil(d_model / 16)
+        d_inner, rank, self.d_state = expand * d_model, math.ceil(d_model / 16), d_state
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=False)
         self.ahead = Direction(d_inner, rank, d_state, d_conv, scan)
         self.back = Direction(d_inner, rank, d_state, d_conv, scan)
