@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 6200, "package": 14400, "tests": 10600, "kernels and docs": 2900} # lines without blanks and cell markers
-CHARACTERS = 795_000 # 780,000 was wanted; the trainers' issue takes it on
+BUDGET = {"lab": 6200, "package": 14200, "tests": 10950, "kernels and docs": 2900} # lines without blanks and cell markers
+CHARACTERS = 820_000 # 730,000 is wanted
 LARGE = { # modules over 400 lines (kernel files 600): those of scan and the two trainers wait for their issues
     "scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable", "lab/training"}
 ONE_PLACE = { # mechanism -> pattern
