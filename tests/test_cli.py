@@ -455,10 +455,24 @@ def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
     assert cli.main([*words, "--text-column", "body"]) == 0
     index = json.loads(next((tmp_path / "cache").glob("*/index.json")).read_text())
     assert index["train"]["documents"] == index["val"]["documents"] == 40
-    assert next((tmp_path / "cache").glob("*/train-00000.bin")).read_bytes().startswith(b"the cow says moo 0 times\n")
+    assert next((tmp_path / "cache").glob("*/train.bin")).read_bytes().startswith(b"the cow says moo 0 times\n")
     capsys.readouterr()
     assert "column 'id' holds a value of type int, not text" in fails(capsys, [*words, "--text-column", "id"])
     assert cli.main([*words, "--text-column", "body", "--plan"]) == 0
+
+
+def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys):
+    source, words = tmp_path / "a.jsonl", ["prepare", str(tmp_path / "a.jsonl"), "--text-column", "body", "--cache", str(tmp_path / "ours")]
+    source.write_text("".join(json.dumps({"body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(200)))
+    assert cli.main([*words, "--limit", "150", "--workers", "1"]) == 0
+    trained, held, folder = capsys.readouterr().out.splitlines()
+    assert trained.startswith("to train on: ") and " tokens of 1" in trained and held.startswith("held out: ")
+    (tmp_path / "ours").rename(tmp_path / "theirs")
+    source.unlink()
+    folder = next((tmp_path / "theirs").iterdir())
+    assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0 and not (tmp_path / "cache").exists()
+    (folder / "val.bin").write_bytes(b"moo")
+    assert "val.bin is missing or has the wrong size" in fails(capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder)))
 
 
 def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):

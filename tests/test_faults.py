@@ -1,4 +1,5 @@
-"""What kills, damage and full disks do to records, claims and exports: `make faults`. Children are forked from one warm process."""
+"""What kills, damage and full disks do to records, claims, exports and prepared text: `make faults`. Children are forked from one warm process."""
+import itertools
 import json
 import os
 import random
@@ -13,9 +14,10 @@ import fakes
 import pytest
 import torch
 from PIL import Image
+from test_corpus import sources
 
 from longhorn_kit import cli, records
-from longhorn_kit.lab import claims, run
+from longhorn_kit.lab import claims, corpus, run
 from longhorn_kit.lab.ledger import ledger, ledger_html, ledger_text
 from longhorn_kit.models import LMConfig, SequenceLM
 
@@ -105,6 +107,45 @@ def test_reproduce_killed_at_every_file_operation(here):
         assert [line.replace(folder.name, "whole") for line in told(again)] == told(said)
         assert files_in(folder) == files_in(here / "whole")
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
+def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
+    source = sources(here)[kind]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(corpus, "PIECE", 4000)
+    monkeypatch.setattr(corpus, "batch_of", lambda documents: list(itertools.islice(documents, 20)))
+    argv = lambda folder: ["prepare", source, "--cache", str(folder), "--workers", "1"]
+    code, said, operations = child(argv(here / "whole"), here / "whole")
+    assert code == 0 and operations > 50
+    whole = {name: (here / "whole" / name).read_bytes() for name in files_in(here / "whole") if name.endswith(("bin", "index.json"))}
+    for n in range(1, operations + 1):
+        folder = here / f"killed{n}"
+        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
+        code, again, _ = child(argv(folder), folder)
+        assert code == 0 and again.replace(folder.name, "whole").endswith(said[said.index("to train on"):]), again
+        assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(folder) == files_in(here / "whole")
+        shutil.rmtree(folder)
+
+
+def test_a_hundred_damaged_corpora_change_no_token(here):
+    chance, source = random.Random(44), sources(here)["text"]
+    folder = corpus.prepare(source, cache=here / "cache").folder
+    good, told_so = {path.name: path.read_bytes() for path in folder.iterdir()}, 0
+    before = corpus.prepare(source, cache=here / "cache")
+    for n in range(100):
+        path = folder / chance.choice(sorted(good))
+        kind, changed = damage(path, chance)
+        try:
+            found = corpus.prepare(source, cache=here / "cache")
+            assert found.index == before.index and path.name == "checked.json" or not changed, (path, kind)
+            assert (bytes(found.train), bytes(found.val)) == (good["train.bin"], good["val.bin"])
+        except ValueError as error:
+            assert path.name in str(error) and "again" in str(error) and "\n" not in str(error), (path, kind, error)
+            told_so += 1
+        for name, content in good.items():
+            (folder / name).write_bytes(content)
+    assert told_so > 60
 
 
 def small_model(folder, seed):
