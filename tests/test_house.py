@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 6200, "package": 14200, "tests": 10950, "kernels and docs": 2900} # lines without blanks and cell markers
+BUDGET = {"lab": 6200, "package": 14200, "tests": 10980, "kernels and docs": 2900} # lines without blanks and cell markers
 CHARACTERS = 820_000 # 730,000 is wanted
 LARGE = {"scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable"} # modules over 400 lines (kernel files 600)
 ONE_PLACE = { # mechanism -> pattern
