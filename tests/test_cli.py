@@ -47,7 +47,7 @@ def fails(capsys, argv, code=1):
 @pytest.mark.parametrize("argv, says", [
     ([], "Missing subcommand"),
     (["reproduc"], "did you mean 'reproduce'?"),
-    (["zzz"], "there are: reproduce, claims, train-lm, generate"),
+    (["zzz"], "there are: reproduce, claims, prepare, train-lm"),
     (["--oops"], "--oops"),
     (["claims", "--oops"], "--oops"),
     (["reproduce", "--sclae", "laptop"], "--scale"),
