@@ -265,6 +265,8 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
     monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
     assert starts == [starts[0]] and starts[0] >= 300
+    assert prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent == tmp_path / "cache"
+    assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that wants less takes the whole
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):

@@ -408,7 +408,7 @@ def prepare(
     limit=None,         # use only the first so many documents
     cache=None,         # folder of corpora; by default $LONGHORN_CACHE or longhorn-kit in the user's cache
     verify="once",      # compare sha256s "once" (on first use), True: at every opening, False: never
-    tokens=None,        # stop when the training part has so many tokens
+    tokens=None,        # stop when the training part has so many; not of a stream that was prepared as a whole
     workers=None,       # processes that tokenise; None: one per core
     text_column="text", # column of records; "text" also finds "content"
 ):
@@ -424,9 +424,12 @@ def prepare(
     known = (lambda: known_by(source, bins)) if bins else lambda: [known_by(name) for name, *_ in stages]
     about = {"source": source, "held_out": held_out, "fraction": fraction, "limit": limit, "tokens": tokens}
     facts = {"files": known(), "column": text_column, "tokenizer": tokenizer_hash(encoder), "format": 4}
-    key = hashlib.sha256(json.dumps([about, facts]).encode()).hexdigest()
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
-    folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default) / f"{encoder.name}-{key[:16]}"
+    for enough in (None, tokens) if source.startswith("hf:") else (tokens,): # a whole stream serves every run
+        key = hashlib.sha256(json.dumps([about | {"tokens": enough}, facts]).encode()).hexdigest()
+        folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default) / f"{encoder.name}-{key[:16]}"
+        if (folder / "index.json").exists():
+            break
     about |= {"column": text_column, "known_by": key, "tokenizer_hash": tokenizer_hash(encoder)}
     if bins:
         return open_bins(bins, folder, encoder, about, fraction, verify)
