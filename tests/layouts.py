@@ -31,8 +31,8 @@ def serve(pipe, environment):
 
 
 class Pool:
-    "Several processes; `count` 1 is one that finds no other."
-    def __init__(self, count):
+    "Several processes; `count` 1 is one that finds no other. Only without `daemon` they may start processes themselves."
+    def __init__(self, count, daemon=True):
         spawn, port = multiprocessing.get_context("spawn"), str(free_port())
         shared = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                       OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -40,7 +40,7 @@ class Pool:
         for rank in range(count):
             ours, theirs = spawn.Pipe()
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(spawn.Process(target=serve, args=(theirs, own), daemon=True))
+            self.processes.append(spawn.Process(target=serve, args=(theirs, own), daemon=daemon))
             self.processes[-1].start()
             self.pipes.append(ours)
             theirs.close()
