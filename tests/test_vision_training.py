@@ -259,6 +259,7 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
 
 def ends_while_loading(out, folder, **options):
     "Train; the process that loads images ends while it reads ahead in step 5."
+    multiprocessing.set_start_method("fork", force=True) # or the change below would not reach the process
     number = Augmented.number
     Augmented.number = lambda images, place: os.kill(os.getpid(), signal.SIGKILL) if place == 6 * 8 else number(images, place)
     small(out, folder, **options)
