@@ -30,33 +30,18 @@ def explicit_step(
     return S + (beta * residual)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-016
-def exact_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
-    "Minimise `|S_next - S|^2 + |S_next k - x|^2_beta`: Longhorn's exact update."
+def exact_step(S: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # (...,D,N); arguments as `explicit_step`
+    "Minimise `|S_next - S|^2 + |S_next k - x|^2_beta`, beta in [0,1]: Longhorn's exact update."
     return explicit_step(S, k, x, effective_rate(k, beta))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-030
-def diagonal_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
+def diagonal_step(S: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # (...,D,N); arguments as `explicit_step`
     "Replace `k k^T` of the exact step by its diagonal (the paper's layer)."
     rate, key = effective_rate(k, beta)[..., None], k[..., None, :]
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-039
-def decoupled_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
+def decoupled_step(S: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # (...,D,N); arguments as `explicit_step`
     "Solve one proximal problem per coordinate, at rate `beta / (1 + beta k_n^2)`."
     step, key = (beta * torch.ones_like(x))[..., None], k[..., None, :]
     rate = step / (1 + step * key.square())

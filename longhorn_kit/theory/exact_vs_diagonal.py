@@ -26,12 +26,8 @@ def transition_matrix(
     return step(identity, k, torch.zeros_like(k), torch.full_like(k[..., :1], beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-022
-def transition_eigenvalues(
-    step: Callable,     # step(S, k, x, beta) -> S
-    k: Tensor,          # (...,N) key
-    beta: float = 1.0,
-) -> Tensor:            # (...,N) eigenvalues in ascending order
-    "Return the eigenvalues of the step's (symmetric) transition."
+def transition_eigenvalues(step: Callable, k: Tensor, beta: float = 1.0) -> Tensor: # (...,N), in ascending order
+    "Return the eigenvalues of the (symmetric) `transition_matrix`."
     return torch.linalg.eigvalsh(transition_matrix(step, k, beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-030
@@ -60,10 +56,9 @@ def recall_matrix(
     passes: int = 1,   # how many times the whole list is written
 ) -> Tensor:           # (...,P,P) entry (i,j): the share of value j in the answer to key i
     "Return what each key recalls after all writes, as a mixture of the values; the identity is perfect."
-    pairs, state_size = keys.shape[-2:]
-    values = torch.eye(pairs, dtype=keys.dtype, device=keys.device)
-    S = keys.new_zeros(*keys.shape[:-2], pairs, state_size)
-    for t in list(range(pairs)) * passes:
+    values = torch.eye(keys.shape[-2], dtype=keys.dtype, device=keys.device)
+    S = torch.zeros_like(keys)
+    for t in list(range(len(values))) * passes:
         S = step(S, keys[..., t, :], values[t], torch.full_like(keys[..., 0, :1], beta))
     return keys @ S.mT
 
@@ -78,13 +73,8 @@ class Learner(NamedTuple):
         return normalize(keys, dim=-1) if self.unit_keys else keys
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-047
-def linear_attention_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: float | Tensor = 1.0, # step size: a number, or (...,D) or (...,1)
-) -> Tensor:      # (...,D,N) next state
-    "Add the pair, `S + beta x k^T`."
+def linear_attention_step(S: Tensor, k: Tensor, x: Tensor, beta: float | Tensor = 1.0) -> Tensor: # (...,D,N)
+    "Add the pair, `S + beta x k^T`; arguments as `explicit_step`, beta may be a number."
     return S + (beta * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-049
@@ -126,11 +116,9 @@ def best_scale(
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-067
 def random_keys(
-    draws: int,
-    pairs: int,      # P
-    state_size: int, # N
+    draws: int, pairs: int, state_size: int, # draws, P, N
     generator: torch.Generator | None = None,
-) -> Tensor:         # (draws,P,N) keys of squared length N
+) -> Tensor: # (draws,P,N) keys of squared length N
     "Draw keys in independent directions; each coordinate has variance 1."
     directions = torch.randn(draws, pairs, state_size, generator=generator)
     return state_size**0.5 * normalize(directions, dim=-1)

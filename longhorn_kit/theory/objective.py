@@ -43,14 +43,8 @@ def gradient_of(
     return gradient
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-020
-def implicit_gradient(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-    k: Tensor,      # (...,N) key
-    x: Tensor,      # (...,D) value
-    beta: Tensor,   # (...,D) or (...,1) weight of each channel
-) -> Tensor:        # (...,D,N) gradient
-    "Return the gradient of `proximity + recall_loss` in `S`, by formula."
+def implicit_gradient(S: Tensor, S_prev: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # (...,D,N)
+    "Return the gradient of `proximity + recall_loss` in `S`, by formula; arguments as theirs."
     residual = (S * k[..., None, :]).sum(-1) - x
     return 2 * (S - S_prev) + 2 * (beta * residual)[..., None] * k[..., None, :]
 
@@ -76,12 +70,11 @@ def minimise_quadratic(
 def minimise_descent(
     f: Callable,            # f(S) -> (...) smooth and convex, one value for each problem
     S: Tensor,              # (...,D,N) starting point
-    tolerance: float=1e-10, # largest gradient entry at the end, relative to the start
     max_steps: int=5000,
 ) -> Tensor:                # (...,D,N) minimiser
     "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if the gradient stays."
     g, step = gradient_of(f, S), 1e-6
-    goal = tolerance * g.abs().max().item()
+    goal = 1e-10 * g.abs().max().item()
     for n in range(max_steps):
         still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax((-2, -1), keepdim=True) # only rounding
         if (g.abs() <= goal).all() or n and still.all(): return S
@@ -94,8 +87,7 @@ def minimise_descent(
     raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-028
-def _names(term: Callable) -> list[str]:
-    return list(inspect.signature(term).parameters)
+def _names(term: Callable) -> list[str]: return list(inspect.signature(term).parameters)
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-029
 def _check_sizes(S, k, x):
@@ -148,14 +140,8 @@ class Objective:
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-038
-def tangent_loss(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-    k: Tensor,      # (...,N) key
-    x: Tensor,      # (...,D) value
-    beta: Tensor,   # (...,D) or (...,1) weight of each channel
-) -> Tensor:        # (...) loss
-    "Return `recall_loss`'s tangent plane at the previous state."
+def tangent_loss(S: Tensor, S_prev: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # (...) loss
+    "Return the tangent plane of `recall_loss` at the previous state (...,D,N); other arguments as there."
     slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev)
     return recall_loss(S_prev, k, x, beta) + (slope * (S - S_prev)).sum((-2, -1))
 

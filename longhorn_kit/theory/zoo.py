@@ -30,13 +30,8 @@ def fading(
     return (a * (S - S_prev).square() + (1 - a) * S.square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-008
-def reward(
-    S: Tensor,         # (...,D,N) candidate state
-    k: Tensor,         # (...,N) key
-    x: Tensor,         # (...,D) value
-    c: float | Tensor, # write strength: a number, or (...,D)
-) -> Tensor:           # (...) loss
-    "Return the gated family's loss, `-2 <S k, c x>`."
+def reward(S: Tensor, k: Tensor, x: Tensor, c: float | Tensor) -> Tensor: # c (...,D) or a number: write strength
+    "Return the gated family's loss (...), `-2 <S k, c x>`."
     return -2 * ((S * k[..., None, :]).sum(-1) * c * x).sum(-1)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-009
@@ -122,13 +117,8 @@ def ttt_linear_step(
     return S - eta * (k @ S.mT - x).mT @ k
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-037
-def separate_recall_loss(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D,N) or (...,D,1) weight of each coordinate
-) -> Tensor:      # (...) loss
-    "Return the squared error when every state coordinate must give the whole answer."
+def separate_recall_loss(S: Tensor, k: Tensor, x: Tensor, beta: Tensor) -> Tensor: # beta (...,D,N) or (...,D,1)
+    "Return the squared error (...) when every state coordinate must give the whole answer, each with its weight beta."
     return (beta * (S * k[..., None, :] - x[..., None]).square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-038
@@ -163,11 +153,6 @@ class Layer:
     keys: Callable = _same # what the layer does to keys before it uses them
     batch: int = 1   # pairs that one step takes; with more than one, k is (batch,N) and x (batch,D)
     remark: str = "" # what the row leaves out
-
-    @property
-    def verified_by(self) -> str:
-        "How `oracle` finds the state."
-        return "gradient by autograd" if self.family == "explicit" else "numerical minimiser"
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-046
 def draw_gates(
