@@ -64,11 +64,8 @@ def exchange(one: Path, other: Path) -> bool:
     here, both = -100, 2 # AT_FDCWD, RENAME_EXCHANGE
     return bool(swap) and swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
 
-def put_in_place(
-    new: Path,  # complete, on the same file system
-    path: Path, # the name it gets; what has it now is removed
-) -> None:
-    "Rename a file or a folder over what is there."
+def put_in_place(new: Path, path: Path) -> None: # new: complete, on the same file system
+    "Rename a file or a folder over what is there, which is removed."
     old = path.with_name(f".{path.name}.old")
     if not (new.is_dir() and path.is_dir()):
         return os.replace(new, path)
@@ -89,9 +86,7 @@ def standing(path: str | Path) -> Path:
 
 # %% ../nbs/lab/29_records.ipynb #29_records-011
 @contextmanager
-def atomic_path(
-    path: str | Path, # file or folder to write; its parent is made if missing
-):
+def atomic_path(path: str | Path): # file or folder to write; its parent is made if missing
     "Context manager that yields a temporary path, which becomes `path` when the block ends; OSError names the path."
     path = Path(path)
     partial = beside(path)
@@ -115,10 +110,7 @@ def put_on_disk(path: Path) -> None:
 
 # %% ../nbs/lab/29_records.ipynb #29_records-012
 @contextmanager
-def atomic_file(
-    path: str | Path,
-    mode: str = "w", # "w" for text (UTF-8, newlines as written) or "wb" for bytes
-):
+def atomic_file(path: str | Path, mode: str = "w"): # "w" for text (UTF-8, newlines as written) or "wb" for bytes
     "Context manager that yields an open file, which appears under `path` whole when the block ends, or not at all."
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
@@ -132,22 +124,14 @@ def cannot_write(path: str | Path, error: Exception) -> OSError:
     return problem
 
 # %% ../nbs/lab/29_records.ipynb #29_records-016
-def check_ranges(
-    settings, # object with these attributes
-    **ranges: tuple, # attribute=(lowest, highest)
-) -> None:
+def check_ranges(settings, **ranges: tuple) -> None: # object with attributes, attribute=(lowest, highest)
     "Raise ValueError for the first attribute outside its range."
     for name, (low, high) in ranges.items():
         if not low <= getattr(settings, name) <= high:
             raise ValueError(f"{name} is {getattr(settings, name)}; it must be from {low} to {high}")
 
-def check_same_settings(
-    folder,      # of a run
-    known: dict, # its settings
-    ours: dict,  # those of the run that wants the folder
-    names,       # of the settings that must agree
-) -> None:
-    "Raise ValueError for the first setting in which the run of a folder differs."
+def check_same_settings(folder, known: dict, ours: dict, names) -> None:
+    "Raise ValueError for the first of `names` in which the known settings of a folder's run differ from ours."
     for name in names:
         if known[name] != ours[name]:
             raise ValueError(f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
@@ -204,9 +188,7 @@ def read_json(path: str | Path):
 
 # %% ../nbs/lab/29_records.ipynb #29_records-025
 @contextmanager
-def atomic_folder(
-    path: str | Path, # folder to make; one that exists is replaced when the new one is complete
-):
+def atomic_folder(path: str | Path): # folder to make; one that exists is replaced when the new one is complete
     "Context manager that yields a folder to write into; with a manifest it becomes `path` when the block ends."
     with atomic_path(path) as partial:
         partial.mkdir()
@@ -223,11 +205,8 @@ def contents(folder: Path) -> dict: # name -> bytes and sha256
             found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
     return found
 
-def check_folder(
-    folder: str | Path, # made by `atomic_folder`; one without a manifest is not checked
-    remedy: str,        # what to do about a damaged one
-) -> None:
-    "Raise ValueError that names the first file that is not as the manifest says."
+def check_folder(folder: str | Path, remedy: str) -> None: # made by `atomic_folder`, what to do about a damaged one
+    "Raise ValueError that names the first file that is not as the manifest says; without a manifest all is well."
     manifest = Path(folder) / "manifest.json"
     if not manifest.exists():
         return
@@ -282,10 +261,7 @@ def json_line(value) -> str:
     "Return the object as one line of strict JSON, with its newline."
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
-def append_jsonl(
-    path: str | Path, # made if missing
-    *values,          # one object per new line
-) -> None:
+def append_jsonl(path: str | Path, *values) -> None: # made if missing, one object per new line
     "Append one line per value, all of them or none; raises OSError that names the file."
     data = "".join(map(json_line, values)).encode()
     try:
@@ -325,10 +301,7 @@ def write_jsonl(path: str | Path, values) -> None:
 
 # %% ../nbs/lab/29_records.ipynb #29_records-037
 @contextmanager
-def exclusive_lock(
-    folder: str | Path, # made if missing
-    wait: bool = True,  # False: raise BlockingIOError if another process has the folder
-):
+def exclusive_lock(folder: str | Path, wait: bool = True): # made if missing; False: BlockingIOError if it is taken
     "Context manager that keeps other processes out of a folder; yields False where there are no locks."
     folder, handle = Path(folder), None
     while fcntl:
@@ -368,9 +341,7 @@ def locked(folder: Path, wait: bool) -> int | None:
     return handle
 
 # %% ../nbs/lab/29_records.ipynb #29_records-041
-def commit_of_kit(
-    root=None, # repository root to look in; by default the folder above the package
-) -> str | None:
+def commit_of_kit(root=None) -> str | None: # repository root; by default the folder above the package
     """Return the commit the kit runs from, with `+` when its files differ from it.
 
     None when this is no checkout of the kit, or git cannot read it."""

@@ -17,10 +17,8 @@ from .published import EXTRAPOLATION, NAMES, OPENWEBTEXT
 from .stats import MARGINS, Comparison, Judgement, judge_ratios
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-007
-def edge(
-    rates: dict, # model -> (best learning rate, all that were tried, as numbers or as the keys of a record)
-) -> str:        # "" if every best rate lies inside
-    "Say which models have their best learning rate at the edge of the grid."
+def edge(rates: dict) -> str: # model -> (best learning rate, all that were tried, as numbers or as keys of a record)
+    "Say which models have their best learning rate at the edge of the grid; empty if all lie inside."
     rates = {name: (best, list(map(float, tried))) for name, (best, tried) in rates.items()}
     single = [name for name, (_, tried) in rates.items() if len(tried) == 1]
     ends = [name for name, (best, tried) in rates.items() if best in (min(tried), max(tried))]

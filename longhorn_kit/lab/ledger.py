@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'FRONT', 'Row', 'load_record', 'results_folder', 'cells', 'reason', 'by_claim', 'ledger_text',
-           'ledger_summary', 'verdict_counts', 'ledger_json', 'ledger_markdown', 'templates', 'ledger_html', 'section',
+           'ledger_summary', 'counted', 'ledger_json', 'ledger_markdown', 'templates', 'ledger_html', 'section',
            'Ledger', 'ledger', 'front']
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-087
@@ -175,9 +175,9 @@ def ledger_text(rows: list[Row], width: int = 80) -> str: # characters per line
 
 def ledger_summary(rows: list[Row]) -> str:
     "Count the claims, and the comparisons of each verdict."
-    return f"{len(by_claim(rows))} claims, {len(rows)} rows: {verdict_counts(rows)}"
+    return f"{len(by_claim(rows))} claims, {len(rows)} rows: {counted(rows)}"
 
-def verdict_counts(rows: list[Row]) -> str:
+def counted(rows: list[Row]) -> str:
     "Count the comparisons of each verdict."
     counts = Counter(row.judgement.verdict for row in rows)
     return ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word])

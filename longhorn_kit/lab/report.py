@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from . import claims
-from .ledger import Ledger, Row, by_claim, read_outcomes, rerun_command, templates, verdict_counts
+from .ledger import Ledger, Row, by_claim, read_outcomes, rerun_command, templates, counted
 from ..records import atomic_file, readable
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-021
@@ -60,7 +60,7 @@ def part_of(record: dict, recorded: list[Row]) -> dict: # recorded: rows of reco
     return {
         "anchor": f"{name}-{record['scale']}", "title": f"{name}, {record['scale']} scale",
         "scale": record["scale"], "seconds": record["seconds"], "claims": by_claim(rows),
-        "verdicts": verdict_counts(rows),
+        "verdicts": counted(rows),
         "plotted": [row for row in rows + beside if row.comparison.differences and row.judgement.n],
         "facts": facts(record), "settings": flat(record["settings"])}
 

@@ -103,22 +103,16 @@ def recall_error(
     scale: float | Tensor = 1.0, # factor on the read-out
 ) -> Tensor:                     # (...) 0 is perfect, 1 is an empty memory
     "Return the expected relative squared error of recall for independent values of equal variance."
-    pairs = matrices.shape[-1]
-    identity = torch.eye(pairs, dtype=matrices.dtype, device=matrices.device)
-    return (scale * matrices - identity).square().sum((-2, -1)) / pairs
+    identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return (scale * matrices - identity).square().sum((-2, -1)) / len(identity)
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-066
-def best_scale(
-    matrices: Tensor, # (draws,P,P) recall matrices, see `recall_matrix`
-) -> Tensor:          # () factor
+def best_scale(matrices: Tensor) -> Tensor: # (draws,P,P), see `recall_matrix` -> ()
     "Return the factor on the read-out that minimises the mean `recall_error`."
     return matrices.diagonal(dim1=-2, dim2=-1).sum() / matrices.square().sum()
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-067
-def random_keys(
-    draws: int, pairs: int, state_size: int, # draws, P, N
-    generator: torch.Generator | None = None,
-) -> Tensor: # (draws,P,N) keys of squared length N
-    "Draw keys in independent directions; each coordinate has variance 1."
+def random_keys(draws: int, pairs: int, state_size: int, generator: torch.Generator | None = None) -> Tensor:
+    "Draw keys (draws,P,N) of squared length N in independent directions; each coordinate has variance 1."
     directions = torch.randn(draws, pairs, state_size, generator=generator)
     return state_size**0.5 * normalize(directions, dim=-1)

@@ -53,10 +53,7 @@ def symbol_table() -> str:
     return "\n".join(rows)
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-024
-def shape_of(
-    name: str,   # a key of `SYMBOLS`
-    **sizes: int, # B, T, D, N as needed
-) -> tuple[int, ...]:
+def shape_of(name: str, **sizes: int) -> tuple[int, ...]: # a key of `SYMBOLS`; B, T, D, N as needed
     "Return the shape of a symbol at given sizes; `()` for a size."
     if name not in SYMBOLS:
         raise ValueError(f"no symbol {name!r}; known: {', '.join(SYMBOLS)}")
@@ -67,9 +64,7 @@ def shape_of(
     return tuple(sizes[size] for size in shape.split(",")) if shape else ()
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-033
-def swap_layout(
-    t: Tensor, # (B,T,C) ours, or (B,C,L) official
-) -> Tensor:   # (B,C,L) or (B,T,C)
+def swap_layout(t: Tensor) -> Tensor: # (B,T,C), ours, to (B,C,L), official, or back
     "Swap time and channels, in fresh contiguous memory."
     if t.dim() != 3: raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-012
-def proximity(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-) -> Tensor:        # (...) distance
+def proximity(S: Tensor, S_prev: Tensor) -> Tensor: # candidate and previous state (...,D,N) -> (...)
     "Return the squared distance moved, `|S - S_prev|^2` (Frobenius norm)."
     return (S - S_prev).square().sum((-2, -1))
 

@@ -21,12 +21,8 @@ from .exact_vs_diagonal import linear_attention_step
 from .objective import IMPLICIT, Objective, gradient_of, proximity
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-007
-def fading(
-    S: Tensor,         # (...,D,N) candidate state
-    S_prev: Tensor,    # (...,D,N) previous state
-    a: float | Tensor, # gates in (0,1], broadcast to (...,D,N)
-) -> Tensor:           # (...)
-    "Return the gated family's distance, `|S - S_prev|_a^2 + |S|_{1-a}^2`."
+def fading(S: Tensor, S_prev: Tensor, a: float | Tensor) -> Tensor: # a: gates in (0,1], broadcast to (...,D,N)
+    "Return the gated family's distance (...), `|S - S_prev|_a^2 + |S|_{1-a}^2`, of two states (...,D,N)."
     return (a * (S - S_prev).square() + (1 - a) * S.square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-008
@@ -155,10 +151,8 @@ class Layer:
     remark: str = "" # what the row leaves out
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-046
-def draw_gates(
-    layer: Layer, D: int, N: int, generator: torch.Generator | None = None,
-) -> dict: # parameter name -> tensor, for `layer.step`
-    "Draw a layer's parameters, uniform in the range in which it uses them; `kappa` has length one."
+def draw_gates(layer: Layer, D: int, N: int, generator: torch.Generator | None = None) -> dict: # for `layer.step`
+    "Draw a layer's parameters by name, uniform in the range in which it uses them; `kappa` has length one."
     sizes = {"D": D, "N": N}
     def draw(low, high, shape):
         return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
@@ -288,10 +282,7 @@ ZOO = {layer.name: layer
        for layer in _ATTENTION + _RWKV + _STATE_SPACE + _LSTM + _DELTA + _TEST_TIME + _LONGHORN}
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-065
-def verify(
-    layer: Layer, trials: int = 10, seed: int = 0,
-    shape: tuple = (3, 4), # (D,N) of the state
-) -> float:
+def verify(layer: Layer, trials: int = 10, seed: int = 0, shape: tuple = (3, 4)) -> float: # shape (D,N) of the state
     "Return the largest difference between a layer's closed form and its oracle, over random float64 problems."
     generator, (D, N), differences = torch.Generator().manual_seed(seed), shape, []
     for _ in range(trials):
