@@ -20,43 +20,14 @@ from longhorn_kit.models.matrix_mixers import (
 from longhorn_kit.models.mixer import build_mixer
 
 
-def pair(d_model=24, d_state=5, d_conv=3, expand=2, seed=0):
-    "Our layer and mamba.py's, with the same weights; nothing left at a value that could hide a missing term."
-    torch.manual_seed(seed)
-    ours = Mamba(d_model, d_state=d_state, d_conv=d_conv, expand=expand)
-    theirs = MambaBlock(MambaConfig(d_model, 1, d_state=d_state, d_conv=d_conv, expand_factor=expand))
-    for parameter in ours.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    theirs.load_state_dict({"D" if n == "D_skip" else n: p for n, p in ours.state_dict().items()})
-    return ours, theirs
-
-
 @pytest.mark.parametrize("steps", [1, 2, 13, 32])
 def test_mamba_equals_mambapy(steps):
-    ours, theirs = pair()
-    h, dy = torch.randn(2, steps, 24), torch.randn(2, steps, 24)
-    a, b = h.clone().requires_grad_(), h.clone().requires_grad_()
-    ya, yb = ours(a), theirs(b)
-    torch.testing.assert_close(ya, yb, atol=1e-5, rtol=1e-4)
-    ya.backward(dy)
-    yb.backward(dy)
-    torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
-    theirs_grads = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        other = theirs_grads["D" if name == "D_skip" else name].grad
-        torch.testing.assert_close(parameter.grad, other, atol=2e-4, rtol=1e-3, msg=lambda m: f"{name}: {m}")
-
-
-def test_mamba_decodes_like_mambapy():
-    ours, theirs = pair(d_conv=4)
-    h, cache = torch.randn(2, 6, 24), (None, torch.zeros(2, 48, 3))
-    state = ours.empty_cache(2)
-    with torch.no_grad():
-        for t in range(6):
-            y, state = ours.step(h[:, t], state)
-            expected, cache = theirs.step(h[:, t], cache)
-            torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(state.S, cache[0], atol=1e-5, rtol=1e-4)
+    ours, theirs = perturbed("mamba", 24, d_state=5, d_conv=3), MambaBlock(MambaConfig(24, 1, d_state=5, d_conv=3))
+    theirs.load_state_dict({"D" if name == "D_skip" else name: p for name, p in ours.state_dict().items()})
+    h = torch.randn(2, steps, 24)
+    torch.testing.assert_close(ours(h), theirs(h), atol=1e-5, rtol=1e-4)
+    weights = lambda: {"D" if name == "D_skip" else name: p for name, p in ours.named_parameters()}
+    agree(ours, ours, lambda h: torch.func.functional_call(theirs, weights(), (h,)), h, ("A_log",) if steps == 1 else ()) # nothing fades yet
 
 
 def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
@@ -134,12 +105,12 @@ def rms(y, weight=1.0):
     return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def short_conv(layer, t):
+def short_conv(layer, t, bias=0.0):
     "The causal convolution as a sum of shifted copies."
     weight, T = layer.conv1d.weight[:, 0], t.shape[1]
     taps = weight.shape[1]
     padded = torch.cat([torch.zeros(len(t), taps - 1, t.shape[2]), t], 1)
-    return F.silu(sum(padded[:, i : i + T] * weight[:, i] for i in range(taps)))
+    return F.silu(bias + sum(padded[:, i : i + T] * weight[:, i] for i in range(taps)))
 
 
 def previous(h):
@@ -225,9 +196,7 @@ def their_rwkv6(layer, h):
 def their_mamba_input_a(layer, h):
     "The parts of mamba.py, whose scan takes any A that can be broadcast."
     x, z = (h @ layer.in_proj.weight.T).chunk(2, -1)
-    taps, T = layer.conv1d.weight[:, 0], h.shape[1]
-    padded = torch.cat([torch.zeros(len(h), taps.shape[1] - 1, x.shape[2]), x], 1)
-    x = F.silu(layer.conv1d.bias + sum(padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1])))
+    x = short_conv(layer, x, layer.conv1d.bias)
     low, k, q = (x @ layer.x_proj.weight.T).split([layer.rank, layer.d_state, layer.d_state], -1)
     A = -torch.log1p((x @ layer.A_proj.weight.T + layer.A_proj.bias).exp())
     theirs = MambaBlock(MambaConfig(layer.d_model, 1, d_state=layer.d_state))
@@ -252,8 +221,8 @@ def perturbed(name, d_model, seed=0, **options):
     return layer
 
 
-def agree(layer, ours, theirs, h):
-    "Outputs and the gradients of the input and of every parameter."
+def agree(layer, ours, theirs, h, unused=()):
+    "Outputs and the gradients of the input and of every parameter, which are not zero but for the unused."
     dy = torch.randn(*h.shape)
     results = []
     for function in (ours, theirs):
@@ -262,20 +231,14 @@ def agree(layer, ours, theirs, h):
         named = dict(layer.named_parameters())
         results.append((y, *torch.autograd.grad(y, [x, *named.values()], dy)))
     for what, a, b in zip(["output", "input", *named], *results):
-        assert (a - b).norm() <= 1e-4 * b.norm() and b.norm() > 0, what
+        assert (a - b).norm() <= 1e-4 * b.norm() and (b.norm() > 0) == (what not in unused), what
 
 
-@pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.parametrize("steps", [3, 70])
-def test_a_mixer_equals_the_naive_operation(name, steps):
+@pytest.mark.parametrize("name, more, steps", [*((name, {}, steps) for name in THEIRS for steps in (3, 70)), ("hgrn2", dict(lower_bound=0.7), 30)])
+def test_a_mixer_equals_the_naive_operation(name, more, steps):
     theirs, options = THEIRS[name]
-    layer = perturbed(name, 24, **options)
+    layer = perturbed(name, 24, **options | more)
     agree(layer, layer, lambda h: theirs(layer, h), torch.randn(2, steps, 24))
-
-
-def test_hgrn2_with_a_lower_bound():
-    layer = perturbed("hgrn2", 24, n_heads=2, lower_bound=0.7)
-    agree(layer, layer, lambda h: their_hgrn2(layer, h), torch.randn(2, 30, 24))
 
 
 @cache
@@ -421,12 +384,9 @@ def test_starting_values_are_those_of_the_sources():
     layer = Mamba2(768)
     assert (layer.n_heads, layer.d_value, layer.d_key) == (24, 64, 128)
     assert 1 <= layer.A_log.exp().min() and layer.A_log.exp().max() <= 16
-    assert (RetNet(768).n_heads, RetNet(768).d_key, RetNet(768).d_value) == (3, 256, 512)
-    assert (GLA(1024).n_heads, GLA(1024).d_key, GLA(1024).d_value) == (4, 128, 256)
-    assert (DeltaNet(1024).n_heads, DeltaNet(1024).d_key, DeltaNet(1024).d_value) == (8, 128, 128)
-    assert (GatedDeltaNet(2048).n_heads, GatedDeltaNet(2048).d_key, GatedDeltaNet(2048).d_value) == (6, 256, 512)
-    assert (HGRN2(1024).n_heads, HGRN2(1024).d_key) == (8, 128)
-    assert (RWKV6(768).n_heads, RWKV6(768).d_key) == (RWKV5(768).n_heads, RWKV5(768).d_key) == (12, 64)
+    for made, sizes in ((RetNet(768), (3, 256, 512)), (GLA(1024), (4, 128, 256)), (DeltaNet(1024), (8, 128, 128)),
+                        (GatedDeltaNet(2048), (6, 256, 512)), (HGRN2(1024), (8, 128)), (RWKV6(768), (12, 64)), (RWKV5(768), (12, 64))):
+        assert (made.n_heads, made.d_key, getattr(made, "d_value", None))[:len(sizes)] == sizes
     x = torch.zeros(1, 1, 64)
     torch.testing.assert_close(MambaInputA(32).rates(x)[0, 0], -torch.arange(1.0, 17))
 
@@ -438,14 +398,10 @@ def test_heads_are_found_for_every_width():
     assert head_sizes(768, 4, 0.5, 1, 128) == (4, 96, 192)
 
 
-def test_the_backend_can_be_told():
-    told = {name: scan_backend(build_mixer(name, 16)) for name in ALL}
-    assert told.pop("attention") == "scaled_dot_product_attention" and set(told.values()) == {"chunked"}
-
-
 def test_the_backend_is_told_for_what_each_mixer_passes(monkeypatch):
     from longhorn_kit.scan import matrix
-    asked = []
+    told, asked = {name: scan_backend(build_mixer(name, 16)) for name in ALL}, []
+    assert told.pop("attention") == "scaled_dot_product_attention" and set(told.values()) == {"chunked"}
     monkeypatch.setattr(matrix, "fla_obstacle", lambda q, x, beta: asked.append(beta is None) or "no GPU")
     for name in ALL:
         layer = build_mixer(name, 16)
@@ -475,17 +431,13 @@ def test_the_backend_on_a_gpu_follows_the_dtype(monkeypatch):
 @pytest.mark.parametrize("wrong, message", [
     (lambda: Attention(65), "d_model is 65; rotary positions need an even size"),
     (lambda: Attention(64, n_heads=3), "d_model is 64; expected a multiple of 2 n_heads = 6"),
-    (lambda: Attention(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
-    (lambda: Mamba(16, d_state=-1), "d_state is -1; expected an integer of at least 1"),
-    (lambda: GLA(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
-    (lambda: GLA(64, gate_rank=1.5), "gate_rank is 1.5; expected an integer of at least 1"),
-    (lambda: DeltaNet(64, d_conv=0), "d_conv is 0; expected an integer of at least 1"),
-    (lambda: Mamba2(64, d_state="64"), "d_state is '64'; expected an integer of at least 1"),
+    *((lambda kind=kind, options=options: kind(64, **options), f"{name} is {value!r}; expected an integer of at least 1")
+      for kind, options in ((Attention, dict(n_heads=0)), (Mamba, dict(d_state=-1)), (GLA, dict(n_heads=0)), (GLA, dict(gate_rank=1.5)),
+                            (DeltaNet, dict(d_conv=0)), (Mamba2, dict(d_state="64")), (RWKV6, dict(mix_rank=0)))
+      for name, value in options.items()),
     (lambda: HGRN2(64, lower_bound=1.0), "lower_bound is 1.0; expected a number of at least 0 and below 1"),
     (lambda: RetNet(64, expand=0), "expand is 0; expected a number above 0"),
-    (lambda: GLA(64, temperature=-1), "temperature is -1; expected a number above 0"),
-    (lambda: RWKV6(64, mix_rank=0), "mix_rank is 0; expected an integer of at least 1"),
-])
+    (lambda: GLA(64, temperature=-1), "temperature is -1; expected a number above 0")])
 def test_mistakes_are_told_in_one_line(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit.theory.closed_forms import (
-    decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step,
-)
+    decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step)
 
 STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 

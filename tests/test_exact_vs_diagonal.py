@@ -81,22 +81,16 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
     assert torch.allclose(states[1, 1, 2], row)
 
 
-def test_run_stream_takes_one_rate_a_channel():
+def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
+    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
     keys, values, beta = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(3).double()
     assert torch.equal(run_stream(exact_step, keys, values, beta), run_stream(exact_step, keys, values, beta.expand(2, 7, 3)))
     assert torch.equal(run_stream(exact_step, keys, values, beta[0]), run_stream(exact_step, keys, values, beta[0].item()))
 
 
-def test_an_empty_stream_returns_the_initial_state():
-    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
-
-
-def test_recall_of_linear_attention_is_the_gram_matrix():
+def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative():
     keys = draw(8, 3, 5, 6)
     assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), 2 * keys @ keys.mT)
-
-
-def test_recall_error_of_perfect_and_of_empty_memory():
     assert recall_error(torch.eye(5)) == 0 and recall_error(torch.zeros(5, 5)) == 1
 
 

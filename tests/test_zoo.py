@@ -83,13 +83,9 @@ def test_mamba_is_the_discretised_state_equation():
         assert torch.allclose(mamba_step(S, k, x, dt, A)[d], expected)
     shared = -rate(11, N)
     assert torch.allclose(mamba_input_a_step(S, k, x, dt, -shared), mamba_step(S, k, x, dt, shared.expand(D, N)))
-    number = torch.tensor([0.3], dtype=torch.float64)
-    assert torch.allclose(mamba2_step(S, k, x, number, -2.0),
-                          mamba_step(S, k, x, number.expand(D), torch.full((D, N), -2.0, dtype=torch.float64)))
-
-
-def test_mamba2_takes_plain_numbers():
-    assert torch.allclose(mamba2_step(S, k, x, 0.3, -2.0), mamba2_step(S, k, x, torch.tensor(0.3).double(), -2.0))
+    expected = mamba_step(S, k, x, torch.full((D,), 0.3).double(), torch.full((D, N), -2.0).double())
+    for number in (0.3, torch.tensor([0.3])):
+        assert torch.allclose(mamba2_step(S, k, x, number, -2.0), expected)
 
 
 def test_delta_rules_as_matrices():
