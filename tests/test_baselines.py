@@ -213,11 +213,11 @@ THEIRS = {
 }
 
 
-def perturbed(name, d_model, seed=0, **options):
-    torch.manual_seed(seed)
+def perturbed(name, d_model, by=0.2, **options):
+    torch.manual_seed(0)
     layer = build_mixer(name, d_model, **options)
     for parameter in layer.parameters():  # nothing left at a value that could hide a missing term
-        parameter.data += 0.2 * torch.randn_like(parameter)
+        parameter.data += by * torch.randn_like(parameter)
     return layer
 
 

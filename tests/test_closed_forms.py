@@ -4,17 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
     decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step)
 
 STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
-
-
-def problem(*lead, D=3, N=4, scale=1.0, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
-    parts = draw(D, N), scale * draw(N), draw(D), torch.rand(*lead, D, generator=g, dtype=torch.float64)
-    return tuple(t.to(dtype) for t in parts)
 
 
 def row_by_row(S, k, x, beta, form):
@@ -62,7 +56,7 @@ def test_gradients_through_a_step_are_right(step):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_lower_precision_stays_near_float64_and_keeps_its_dtype(step, dtype, tolerance):
-    low = problem(dtype=dtype)
+    low = [t.to(dtype) for t in problem()]
     out = step(*low)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), step(*(t.double() for t in low)), rtol=tolerance, atol=tolerance)

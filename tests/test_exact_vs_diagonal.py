@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from test_zoo import draw
 from longhorn_kit.theory.closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
 from longhorn_kit.theory.exact_vs_diagonal import (
     LEARNERS, best_scale, correlated_keys, linear_attention_step, random_keys, recall_error, recall_matrix,
@@ -16,10 +17,6 @@ from longhorn_kit.theory.exact_vs_diagonal import (
 
 IMPLICIT_STEPS = [exact_step, diagonal_step, decoupled_step]
 seeds = st.integers(0, 10_000)
-
-
-def draw(seed, *size):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("step", IMPLICIT_STEPS)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
 
+from test_baselines import rms
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
 from longhorn_kit.models.lm import (
     count_parameters, document_bounds, load_official_state_dict, match_parameters, official_name, sample_next)
@@ -140,8 +141,7 @@ def test_packed_documents_are_documents_alone(name):
     model, tokens, bounds = packed_case(name, d_mlp=24)
     alone = torch.cat([model.features(part) for part in tokens.view(1, -1).tensor_split(bounds[1:-1].tolist(), 1)], 1)
     dy = torch.randn(3, 37, 16, dtype=torch.float64)
-    results = [[y, *torch.autograd.grad(y, [*model.parameters()], dy)]
-               for y in (model.features(tokens, bounds), alone.view(3, 37, 16))]
+    results = [[y, *torch.autograd.grad(y, [*model.parameters()], dy)] for y in (model.features(tokens, bounds), alone.view(3, 37, 16))]
     for what, a, b in zip(["features", *dict(model.named_parameters())], *results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
     _, loss = model(tokens, tokens, bounds)
@@ -375,10 +375,6 @@ def official_weights(seed=0, **sizes):
     state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in official_shapes(**sizes).items()}
     state["transformer.lm_head.weight"] = state["transformer.backbone.embedding.weight"]
     return state
-
-
-def rms(h, weight):
-    return h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def official_mixer(w, h, N):

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exported import assert_exported_equals_eager
+from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn
 from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, is_plain, mixer_options, register_mixer
 
@@ -17,12 +18,7 @@ SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXE
 CONSTANT = [name for name in NAMES if name != "attention"]
 
 
-def make(name, d_model=16, seed=0, **options):
-    torch.manual_seed(seed)
-    layer = build_mixer(name, d_model, **options)
-    for parameter in layer.parameters():  # no zero or one left that could hide a missing term
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return layer
+make = lambda name, d_model=16, **options: perturbed(name, d_model, 0.1, **options)
 
 
 def in_pieces(layer, h, lengths, cache=None):
@@ -243,8 +239,7 @@ def test_autocast_trains_and_decodes(name):
     if isinstance(cache, ScanCache):
         assert cache.S.dtype is torch.float32
     y.float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype is torch.float32
-               for p in layer.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype is torch.float32 for p in layer.parameters())
 
 
 def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():

@@ -83,8 +83,7 @@ def make_suite(folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_common_model_tests_of_transformers(suite):
-    tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite)
-             if test.id().rsplit(".", 1)[-1] not in SKIPPED]
+    tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite) if test.id().rsplit(".", 1)[-1] not in SKIPPED]
     result = unittest.TextTestRunner(stream=io.StringIO()).run(unittest.TestSuite(tests))
     problems = [f"{test.id()}\n{trace}" for test, trace in result.errors + result.failures]
     assert not problems, "\n\n".join(problems)
