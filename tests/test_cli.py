@@ -37,8 +37,8 @@ def here(monkeypatch, tmp_path):
 def fails(capsys, argv, code=1):
     "Run a command that has to fail; returns its one line."
     assert cli.main(argv) == code
-    err = capsys.readouterr().err
-    assert err.startswith("longhorn: error: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    out, err = capsys.readouterr()
+    assert err.startswith("longhorn: error: ") and err.count("\n") == 1 and "Traceback" not in out + err, err
     return err.removeprefix("longhorn: error: ").strip()
 
 

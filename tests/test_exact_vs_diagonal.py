@@ -34,13 +34,6 @@ def test_transition_of_a_batch_of_keys_is_the_transition_of_each():
         assert torch.equal(transition_matrix(step, keys)[1, 2], transition_matrix(step, keys[1, 2]))
 
 
-def test_exact_equals_one_ridge_solve_from_an_empty_state_after_one_write():
-    k, x = draw(1, 6), draw(2, 4)
-    S = run_stream(exact_step, k[None], x[None], 0.7)[-1]
-    ridge = torch.linalg.solve(torch.eye(6, dtype=k.dtype) + 0.7 * torch.outer(k, k), 0.7 * torch.outer(k, x)).T
-    assert torch.allclose(S, ridge)
-
-
 @given(seed=seeds, zeros=st.integers(0, 6), beta=st.floats(0.3, 1))
 @settings(max_examples=20, deadline=None)
 def test_repeated_pair_goes_to_x_or_to_the_number_of_nonzero_coordinates_times_x(seed, zeros, beta):

@@ -210,12 +210,7 @@ def test_greedy_is_the_best_token_at_every_step():
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
     for options in (dict(top_k=1, seed=0), dict(top_p=1e-9, seed=0), dict(temperature=1e-6, seed=0)):
         assert torch.equal(out, model.generate(prompt, 9, **options)), options
-
-
-def test_no_new_tokens_is_the_prompt():
-    prompt = torch.randint(40, (2, 3), dtype=torch.int32)
-    assert torch.equal(make().generate(prompt, 0), prompt)
-    assert make().generate(prompt, 2).dtype is torch.int32
+    assert torch.equal(model.generate(prompt.int(), 0), prompt.int()) and model.generate(prompt.int(), 2).dtype is torch.int32
 
 
 @settings(max_examples=25, deadline=None)
@@ -340,16 +335,6 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
     again = SequenceLM.from_pretrained(tmp_path)
     assert torch.equal(again.embedding.weight, old.embedding.weight)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"], "no temporary file is left"
-
-
-def test_a_file_appears_only_when_it_is_whole(tmp_path, monkeypatch):
-    def no_move(part, path):
-        assert not path.exists() and part.parent == path.parent, "same folder, so that the move is one step"
-        raise OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(os, "replace", no_move)
-    with pytest.raises(OSError, match="cannot write .*model.safetensors"):
-        make().save_pretrained(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 # Checkpoints of the official code

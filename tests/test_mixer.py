@@ -18,7 +18,7 @@ SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXE
 CONSTANT = [name for name in NAMES if name != "attention"]
 
 
-make = lambda name, d_model=16, **options: perturbed(name, d_model, 0.1, **options)
+def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)
 
 
 def in_pieces(layer, h, lengths, cache=None):
