@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
@@ -38,13 +37,14 @@ def test_every_step_equals_dense_linear_algebra(D, N, step, scale, seed):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_batch_dimensions_and_a_shared_beta_broadcast(step):
+def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
     S, k, x, beta = problem(2, 5)
     batched = step(S, k, x, beta)
     assert batched.shape == S.shape
     torch.testing.assert_close(batched[1, 3], step(S[1, 3], k[1, 3], x[1, 3], beta[1, 3]))
     shared = beta[..., :1]
     torch.testing.assert_close(step(S, k, x, shared), step(S, k, x, shared.expand_as(beta)))
+    assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full_like(beta, 0.5)))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -114,9 +114,3 @@ def test_gates_in_float32_are_never_negative():
     for v in (-80.0, -1.0, 0.0, 20.0):
         gates = 1 - effective_rate_from_logits(k, torch.full((1,), v))[..., None] * k[..., None, :].square()
         assert gates.min() >= 0 and gates.max() <= 1
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_size_may_be_a_number(step):
-    S, k, x = torch.randn(3, 4), torch.randn(4), torch.randn(3)
-    assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full((3,), 0.5)))

@@ -1,7 +1,5 @@
 """Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
-import base64
-import json
-import re
+import base64, json, re
 from pathlib import Path
 from xml.etree import ElementTree
 

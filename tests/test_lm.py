@@ -1,15 +1,10 @@
 """The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
-import errno
-import json
-import math
-import os
-import re
+import errno, json, math, os, re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
 
 from test_baselines import rms

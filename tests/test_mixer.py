@@ -1,12 +1,10 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
-import copy
-import math
+import copy, math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from exported import assert_exported_equals_eager
 from test_baselines import perturbed

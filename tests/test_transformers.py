@@ -1,8 +1,5 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
-import copy
-import math
-import subprocess
-import sys
+import copy, math, subprocess, sys
 
 import pytest
 import torch

@@ -5,12 +5,7 @@ folder; without a network the file is skipped. Three modules that its tests impo
 (exporting, generation and a table of configuration defaults), so empty stand-ins take their place: what is tested here is
 loading, saving, resizing, initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py has the rest.
 """
-import io
-import subprocess
-import sys
-import tarfile
-import types
-import unittest
+import io, subprocess, sys, tarfile, types, unittest
 from importlib import metadata
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The vision backbones: timm's own checks on them, reversal, positions at other sizes, bad input."""
-import math
-import subprocess
-import sys
+import math, subprocess, sys
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
-import math
-import re
+import math, re
 from dataclasses import replace
 
 import pytest

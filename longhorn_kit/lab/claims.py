@@ -75,6 +75,7 @@ def longhorn_below(*others: str) -> Callable:
     "Return the comparison of diagonal Longhorn's loss with that of other mixers."
     return partial(compare_language, pairs=tuple(("longhorn", name) for name in others))
 
+_KIT = dict(source="this kit", published="–") # a question of this kit: there is no number to compare with
 LANGUAGE = dict(reads="language", about=about_language, minutes={"gpu": 260, "paper": 2500})
 CLAIMS = [
     Claim(
@@ -93,7 +94,7 @@ CLAIMS = [
         minutes={"laptop": 2.5, "gpu": 260, "paper": 2500}, by_name=("gpu", "paper"),
         commands={scale: f"LONGHORN_TEXT=FOLDER longhorn reproduce language --scale {scale}" for scale in SCALES[1:]}),
     Claim(
-        name="exact-language", source="this kit", published="–",
+        name="exact-language", **_KIT,
         statement="The exact form has a lower validation loss than the diagonal one.",
         rule="lower held-out loss of the exact form",
         compare=partial(compare_language, pairs=(("longhorn_exact", "longhorn"),)), **LANGUAGE),
@@ -137,13 +138,13 @@ CLAIMS += [
         rule="lower held-out loss of Mamba than of its variant",
         compare=partial(compare_language, pairs=(("mamba", "mamba_input_a"),), sizes="350M"), **LANGUAGE),
     Claim(
-        name="other-layers", source="this kit", published="–",
+        name="other-layers", **_KIT,
         statement="Longhorn has a lower validation loss than RetNet, RWKV-5 and RWKV-6, which the official code "
                   "also trains.",
         rule="lower held-out loss, for every layer",
         compare=longhorn_below("retnet", "rwkv5", "rwkv6"), **LANGUAGE),
     Claim(
-        name="mamba2", source="this kit", published="–",
+        name="mamba2", **_KIT,
         statement="At equal state Mamba has a lower validation loss than Mamba-2.",
         rule="lower held-out loss with the same numbers of state in the whole model (recorded runs of Mamba-2 have "
              "eight times as many)"),
@@ -176,7 +177,7 @@ CLAIMS += [
         commands={"gpu": "python -c \"from longhorn_kit.lab.extrapolation import run; run('gpu', "
                          "'runs/extrapolation/gpu', checkpoints='runs/language/gpu', data='FOLDER')\""}),
     Claim(
-        name="extrapolation-delta", source="this kit", published="–",
+        name="extrapolation-delta", **_KIT,
         statement="DeltaNet, which normalises its keys, does not keep its perplexity, and normalised keys are not the "
                   "reason: Gated DeltaNet keeps it.",
         rule="perplexity of DeltaNet grows, and that of Gated DeltaNet stays within 1 %",
@@ -187,13 +188,13 @@ CLAIMS += [
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-013
 CLAIMS += [
     Claim(
-        name="passkeys", source="this kit", published="–",
+        name="passkeys", **_KIT,
         reads="extrapolation", about=about_length, compare=compare_needles,
         statement="After lessons on short texts, Longhorn finds a hidden number or fact in texts that are 16 times "
                   "as long, and Mamba does not.",
         rule="a higher share of the hidden answers written at the longest length, for every kind"),
     Claim(
-        name="training-speed", source="this kit", published="–",
+        name="training-speed", **_KIT,
         timed=compare_training, times="nbs/lab/results/language/throughput.json",
         statement="A Longhorn model of 120M parameters trains as fast as one of Mamba.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
@@ -215,12 +216,12 @@ CLAIMS += [
         module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
         minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",)),
     Claim(
-        name="exact-mqar", source="this kit", published="–",
+        name="exact-mqar", **_KIT,
         statement="On multi-query associative recall the exact form reaches higher accuracy than the diagonal one, "
                   "Mamba and DeltaNet.",
         rule="as above", compare=partial(compare_mqar, pairs=EXACT_PAIRS), about=about_mqar, reads="mqar"),
     Claim(
-        name="larger-state", source="this kit", published="–", reads="mqar",
+        name="larger-state", **_KIT, reads="mqar",
         statement="A larger state recalls better (64 pairs in 512 tokens, d_model 64).",
         rule="higher accuracy with N = 32, 64 and 128 than with 16", compare=compare_states),
     Claim(
@@ -328,7 +329,7 @@ CLAIMS += [
         "or other bounds",
           statement="A step size β that depends on the input is better than a learned constant (another reviewer's "
                     "ablation)."),
-    Claim(name="heads", source="this kit", published="–", rule="lower held-out loss at equal state and block",
+    Claim(name="heads", **_KIT, rule="lower held-out loss at equal state and block",
           statement="One shared key with a rate per channel is better than heads with unit keys and one rate each."),
 ]
 
