@@ -66,14 +66,6 @@ def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
         agree(layer, layer, lambda h: naive_attention(layer, h).float(), h)
 
 
-def test_attention_caches_one_column_a_token():
-    layer, cache = Attention(32, n_heads=2), None
-    for length in (3, 1, 5):
-        _, cache = layer.prefill(torch.randn(2, length, 32), cache)
-    assert cache.k.shape == cache.v.shape == (2, 2, 9, 16)
-    assert layer.empty_cache(4).k.shape == (4, 2, 0, 16)
-
-
 def test_mask_lets_new_tokens_see_the_past_and_themselves():
     mask = mask_options(3, 4)["attn_mask"]
     assert [[bool(s <= 4 + t) for s in range(7)] for t in range(3)] == mask.tolist()

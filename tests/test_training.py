@@ -650,3 +650,5 @@ def test_tokens_beyond_the_vocabulary_are_one_line():
     with pytest.raises(ValueError, match="the data has a token 31, and the model's vocabulary ends at 19") as caught:
         train(language_model(vocab_size=20), TOKENS, None, CONFIG, quiet=True)
     assert "\n" not in str(caught.value)
+
+

@@ -8,8 +8,7 @@ import torch
 from fla_files import naive
 from longhorn_kit.theory.zoo import (
     FAMILIES, GATED, ZOO, draw_gates, gated_deltanet_step, gated_step,
-    gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, ttt_linear_step,
-    verify, zoo_markdown)
+    gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, verify, zoo_markdown)
 
 D, N = 5, 7
 eye = torch.eye(N, dtype=torch.float64)
@@ -102,14 +101,6 @@ def test_rwkv7_is_that_of_flash_linear_attention():
     _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
         wide(keys), wide(keys), wide(values), wide(-erased), wide(erased * r), wide(log_w), wide(S.T))
     assert torch.allclose(theirs[0, 0].T.double(), state, atol=1e-5)
-
-
-def test_ttt_batch_of_orthogonal_keys_equals_one_pair_at_a_time():
-    keys, values = torch.linalg.qr(draw(15, N, N))[0][:4], draw(16, 4, D)
-    one_by_one = S
-    for key, value in zip(keys, values):
-        one_by_one = one_by_one - 0.3 * torch.outer(one_by_one @ key - value, key)
-    assert torch.allclose(ttt_linear_step(S, keys, values, 0.3), one_by_one)
 
 
 def test_rglru_keeps_unit_variance():
