@@ -31,6 +31,10 @@ def edge(rates: dict) -> str: # model -> (best learning rate, all that were trie
 RECALL_ORDER = (("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"),
                 ("longhorn_exact", "attention_without_positions"))
 
+def _ahead(ours: list, theirs: list) -> tuple: # (seeds,) shares of right answers
+    "Return how many points the first of two models is ahead, seed by seed."
+    return tuple(100 * (x - y) for x, y in zip(ours, theirs))
+
 def compare_recall(record: dict) -> list[Comparison]:
     "Compare the recall of two models, for each task and each pair that the authors order."
     found = []
@@ -41,8 +45,7 @@ def compare_recall(record: dict) -> list[Comparison]:
             rates = {name: (best[name], grid[name] or [best[name]]) for name in (first, second)}
             found.append(Comparison(
                 f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
-                tuple(100 * (x - y) for x, y in zip(a, b)), doubt=edge(rates),
-                searched=len(record["results"].get("search_seeds", a))))
+                _ahead(a, b), doubt=edge(rates), searched=len(record["results"].get("search_seeds", a))))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-011
@@ -116,9 +119,9 @@ def compare_states(record: dict) -> list[Comparison]:
             for mixer in ("longhorn_exact", "longhorn"):
                 pair = large[mixer], small[mixer]
                 doubt = edge({mixer: (pair[0]["lr"], pair[0]["by_lr"])})
-                leads = tuple(100 * (x - y) for x, y in zip(*map(limited, pair)))
-                doubt = doubt if any(leads) else "neither learns"
-                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", leads, doubt=doubt))
+                ahead = _ahead(*map(limited, pair))
+                doubt = doubt if any(ahead) else "neither learns"
+                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", ahead, doubt=doubt))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-017
@@ -249,8 +252,7 @@ def about_length(record):
 def compare_vision(record: dict) -> list[Comparison]:
     "Compare top-1 accuracy with Mamba's scan in the same model."
     top1, rate = record["results"]["top1"], record["settings"]["lr"]
-    leads = lambda name: tuple(100 * (x - y) for x, y in zip(top1[name], top1["mamba"]))
-    return [Comparison(f"{NAMES[name]} as good as Mamba", leads(name),
+    return [Comparison(f"{NAMES[name]} as good as Mamba", _ahead(top1[name], top1["mamba"]),
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 

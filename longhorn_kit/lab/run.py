@@ -62,7 +62,7 @@ class Results:
         return kinds.count("error") >= ERRORS or kinds.count("lost") >= LOSSES
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-012
-def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # of an experiment, of the job
+def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # run_job of an experiment, folder of the job
     "Run a job, unless it is done, and write its metrics."
     with exclusive_lock(folder):
         if (folder / "metrics.json").exists():

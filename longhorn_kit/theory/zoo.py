@@ -172,6 +172,8 @@ def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, wh
     return Layer(name, family, objective, update, source, arxiv, step, oracle, gates, **more)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-050
+_KEY_GATES = (gla_step, lambda k, alpha: (alpha, 1.0), dict(alpha=(0.9, 1, "N"))) # of GLA, RWKV-5 and RWKV-6
+
 _ATTENTION = [
     _gated("Linear attention", "", "", r"S'+x\,k^\top", "Katharopoulos et al. 2020", ("2006.16236",),
            linear_attention_step, lambda k: (1.0, 1.0), gates={}),
@@ -179,17 +181,14 @@ _ATTENTION = [
            retnet_step, lambda k, gamma: (gamma, 1.0), gates=dict(gamma=(0.9, 1, "")),
            remark="q and k are rotated by position"),
     _gated("GLA", r"\alpha_t", "", r"S'\,\mathrm{diag}(\alpha_t)+x\,k^\top",
-           "Yang et al. 2023", ("2312.06635",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N"))),
+           "Yang et al. 2023", ("2312.06635",), *_KEY_GATES),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-052
 _RWKV = [
-    _gated("RWKV-5", "w", "", r"S'\,\mathrm{diag}(w)+x\,k^\top", "Peng et al. 2024", ("2404.05892",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N")),
+    _gated("RWKV-5", "w", "", r"S'\,\mathrm{diag}(w)+x\,k^\top", "Peng et al. 2024", ("2404.05892",), *_KEY_GATES,
            remark="w is fixed; the read-out is (S' + x (u * k)^T) q, with a bonus u for the current token"),
-    _gated("RWKV-6", "w_t", "", r"S'\,\mathrm{diag}(w_t)+x\,k^\top", "Peng et al. 2024", ("2404.05892",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N")),
+    _gated("RWKV-6", "w_t", "", r"S'\,\mathrm{diag}(w_t)+x\,k^\top", "Peng et al. 2024", ("2404.05892",), *_KEY_GATES,
            remark="read-out as RWKV-5"),
     _gated("HGRN2", "1-k", "", r"S'\,\mathrm{diag}(1-k)+x\,k^\top", "Qin et al. 2024", ("2404.07904",),
            hgrn2_step, lambda k: (1 - k, 1.0), gates={}, rest="k",
