@@ -1,21 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
-    decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step,
-)
+    decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step)
 
 STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
-
-
-def problem(*lead, D=3, N=4, scale=1.0, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
-    parts = draw(D, N), scale * draw(N), draw(D), torch.rand(*lead, D, generator=g, dtype=torch.float64)
-    return tuple(t.to(dtype) for t in parts)
 
 
 def row_by_row(S, k, x, beta, form):
@@ -45,13 +37,14 @@ def test_every_step_equals_dense_linear_algebra(D, N, step, scale, seed):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_batch_dimensions_and_a_shared_beta_broadcast(step):
+def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
     S, k, x, beta = problem(2, 5)
     batched = step(S, k, x, beta)
     assert batched.shape == S.shape
     torch.testing.assert_close(batched[1, 3], step(S[1, 3], k[1, 3], x[1, 3], beta[1, 3]))
     shared = beta[..., :1]
     torch.testing.assert_close(step(S, k, x, shared), step(S, k, x, shared.expand_as(beta)))
+    assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full_like(beta, 0.5)))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -63,7 +56,7 @@ def test_gradients_through_a_step_are_right(step):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_lower_precision_stays_near_float64_and_keeps_its_dtype(step, dtype, tolerance):
-    low = problem(dtype=dtype)
+    low = [t.to(dtype) for t in problem()]
     out = step(*low)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), step(*(t.double() for t in low)), rtol=tolerance, atol=tolerance)
@@ -121,9 +114,3 @@ def test_gates_in_float32_are_never_negative():
     for v in (-80.0, -1.0, 0.0, 20.0):
         gates = 1 - effective_rate_from_logits(k, torch.full((1,), v))[..., None] * k[..., None, :].square()
         assert gates.min() >= 0 and gates.max() <= 1
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_size_may_be_a_number(step):
-    S, k, x = torch.randn(3, 4), torch.randn(4), torch.randn(3)
-    assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full((3,), 0.5)))

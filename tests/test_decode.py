@@ -1,9 +1,5 @@
 """Decode steps: kernels against the reference, in place or not, and a prefill followed by steps against one pass."""
-import json
-import os
-import pathlib
-import subprocess
-import sys
+import json, os, pathlib, subprocess, sys
 
 import pytest
 import torch
@@ -62,19 +58,11 @@ def assert_steps(B, D, N, rule, T=3, **made):
     assert max(found) < TOLERANCE[out.dtype], found
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_odd_sizes(rule):
-    assert_steps(2, 5, 3, rule)
-
-
-@pytest.mark.parametrize("B, D, N", [(1, 1, 1), (3, 37, 16), (1, 9, 128), (1, 70, 5), (0, 4, 2)])
-def test_sizes(B, D, N):
-    assert_steps(B, D, N, "exact", T=2)
-
-
-def test_scalar_rate_and_half_precision():
-    assert_steps(2, 5, 3, "diagonal", scalar=True)
-    assert_steps(2, 5, 3, "diagonal", dtype=torch.bfloat16)
+@pytest.mark.parametrize("B, D, N, rule, made", [
+    *((2, 5, 3, rule, {}) for rule in RULES), (2, 5, 3, "diagonal", dict(scalar=True)), (2, 5, 3, "diagonal", dict(dtype=torch.bfloat16)),
+    *((*sizes, "exact", dict(T=2)) for sizes in [(1, 1, 1), (3, 37, 16), (1, 9, 128), (1, 70, 5), (0, 4, 2)])])
+def test_every_rule_size_and_precision(B, D, N, rule, made):
+    assert_steps(B, D, N, rule, **made)
 
 
 def test_optional_arguments_left_out_and_strided_rows():
@@ -176,7 +164,8 @@ for options in [{}] if len(sys.argv) == 2 else [{}, dict(state=False), dict(dtyp
 """
 
 
-def compiled(*arguments):
+@pytest.mark.parametrize("arguments", [("sm_90",), pytest.param(("sm_80,sm_90,sm_100,gfx942", "all"), marks=pytest.mark.slow)])
+def test_kernels_compile_for_hopper_and_other_targets(arguments):
     root = pathlib.Path(__file__).resolve().parents[1]
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], capture_output=True, text=True, env=env, cwd=root)
@@ -186,15 +175,6 @@ def compiled(*arguments):
                                             "_rows_kernel"}
     for row in rows:
         assert row["spill"] <= 16 and row["registers"] <= 255 and row["shared"] <= 8192, row
-
-
-def test_kernels_compile_for_hopper():
-    compiled("sm_90")
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_other_targets():
-    compiled("sm_80,sm_90,sm_100,gfx942", "all")
 
 
 # ---- the whole, on a GPU

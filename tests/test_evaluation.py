@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import test_cli
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, published
 from longhorn_kit.lab.data import get_tokenizer
@@ -241,10 +242,7 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
 
 def fails(capsys, argv, code=1):
     capsys.readouterr()
-    assert cli.main(["eval", "--tasks", *argv] if "export" not in argv[:1] else argv) == code
-    out, err = capsys.readouterr()
-    assert err.startswith("longhorn: error: ") and err.count("\n") == 1 and "Traceback" not in out + err, err
-    return err.removeprefix("longhorn: error: ").strip()
+    return test_cli.fails(capsys, ["eval", "--tasks", *argv] if "export" not in argv[:1] else argv, code)
 
 
 def test_command_prints_a_table_and_writes_the_record(checkpoint, tasks, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,5 @@
 """Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
-import base64
-import json
-import re
+import base64, json, re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from test_zoo import draw
 from longhorn_kit.theory.closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
 from longhorn_kit.theory.exact_vs_diagonal import (
     LEARNERS, best_scale, correlated_keys, linear_attention_step, random_keys, recall_error, recall_matrix,
@@ -16,10 +15,6 @@ from longhorn_kit.theory.exact_vs_diagonal import (
 
 IMPLICIT_STEPS = [exact_step, diagonal_step, decoupled_step]
 seeds = st.integers(0, 10_000)
-
-
-def draw(seed, *size):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("step", IMPLICIT_STEPS)
@@ -35,13 +30,6 @@ def test_transition_of_a_batch_of_keys_is_the_transition_of_each():
     keys = draw(0, 2, 3, 5)
     for step in (*IMPLICIT_STEPS, explicit_step):
         assert torch.equal(transition_matrix(step, keys)[1, 2], transition_matrix(step, keys[1, 2]))
-
-
-def test_exact_equals_one_ridge_solve_from_an_empty_state_after_one_write():
-    k, x = draw(1, 6), draw(2, 4)
-    S = run_stream(exact_step, k[None], x[None], 0.7)[-1]
-    ridge = torch.linalg.solve(torch.eye(6, dtype=k.dtype) + 0.7 * torch.outer(k, k), 0.7 * torch.outer(k, x)).T
-    assert torch.allclose(S, ridge)
 
 
 @given(seed=seeds, zeros=st.integers(0, 6), beta=st.floats(0.3, 1))
@@ -81,22 +69,16 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
     assert torch.allclose(states[1, 1, 2], row)
 
 
-def test_run_stream_takes_one_rate_a_channel():
+def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
+    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
     keys, values, beta = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(3).double()
     assert torch.equal(run_stream(exact_step, keys, values, beta), run_stream(exact_step, keys, values, beta.expand(2, 7, 3)))
     assert torch.equal(run_stream(exact_step, keys, values, beta[0]), run_stream(exact_step, keys, values, beta[0].item()))
 
 
-def test_an_empty_stream_returns_the_initial_state():
-    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
-
-
-def test_recall_of_linear_attention_is_the_gram_matrix():
+def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative():
     keys = draw(8, 3, 5, 6)
     assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), 2 * keys @ keys.mT)
-
-
-def test_recall_error_of_perfect_and_of_empty_memory():
     assert recall_error(torch.eye(5)) == 0 and recall_error(torch.zeros(5, 5)) == 1
 
 

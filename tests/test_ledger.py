@@ -1,10 +1,5 @@
 """The claims ledger: every state that a record file can be in, and every way to show the rows."""
-import ast
-import json
-import re
-import shlex
-import subprocess
-import sys
+import ast, json, re, shlex, subprocess, sys
 from xml.etree import ElementTree
 
 import fakes

@@ -1,14 +1,13 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
-import copy
-import math
+import copy, math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from exported import assert_exported_equals_eager
+from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn
 from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, is_plain, mixer_options, register_mixer
 
@@ -17,12 +16,7 @@ SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXE
 CONSTANT = [name for name in NAMES if name != "attention"]
 
 
-def make(name, d_model=16, seed=0, **options):
-    torch.manual_seed(seed)
-    layer = build_mixer(name, d_model, **options)
-    for parameter in layer.parameters():  # no zero or one left that could hide a missing term
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return layer
+def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)
 
 
 def in_pieces(layer, h, lengths, cache=None):
@@ -78,12 +72,10 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     plain, halves, called = layer.in_proj, layer(h), []
     assert is_plain(plain)
-    if how == "forward hook":
-        plain.register_forward_hook(lambda *_: called.append(1))
-    elif how == "pre-hook":
-        plain.register_forward_pre_hook(lambda *_: called.append(1))
-    elif how == "backward hook":
-        plain.register_full_backward_hook(lambda *_: called.append(1))
+    hooks = {"forward hook": plain.register_forward_hook, "pre-hook": plain.register_forward_pre_hook,
+             "backward hook": plain.register_full_backward_hook}
+    if how in hooks:
+        hooks[how](lambda *_: called.append(1))
     elif how == "own forward":
         plain.forward = lambda h: called.append(1) or F.linear(h, plain.weight)
     elif how == "wrapped":
@@ -200,20 +192,22 @@ def test_longhorn_is_the_minimiser_of_its_objective(form, rate):
         assert (a - b).norm() <= 1e-4 * b.norm() and b.norm() > 0, name
 
 
-def test_names_choose_form_and_rate():
+def test_names_choose_form_and_rate_and_belong_to_one_class():
+    class Other(Longhorn):
+        pass
+    with pytest.raises(ValueError, match="'longhorn' is already registered"):
+        register_mixer("longhorn")(Other)
+    assert MIXERS["longhorn"] is Longhorn
     kinds = {name: (MIXERS[name](16).form, MIXERS[name](16).rate) for name in NAMES if name.startswith("longhorn")}
     assert kinds == {"longhorn": ("diagonal", "vector"), "longhorn_exact": ("exact", "vector"),
                      "longhorn_decoupled": ("decoupled", "vector"), "longhorn_scalar": ("diagonal", "scalar")}
 
 
-def test_step_sizes_start_at_one_half():
+def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
     layer = Longhorn(32)
     torch.nn.init.zeros_(layer.conv1d.bias)
     k, beta, eps = layer.rates(torch.zeros(1, 4, 32))
     assert torch.equal(beta, torch.full((1, 4, 64), 0.5)) and torch.equal(eps, beta) and (k == 0).all()
-
-
-def test_rates_are_those_of_the_formula():
     layer, h = make("longhorn_scalar"), torch.randn(2, 5, 16)
     k, beta, eps = layer.rates(h)
     assert beta.shape == (2, 5, 1)
@@ -243,8 +237,7 @@ def test_autocast_trains_and_decodes(name):
     if isinstance(cache, ScanCache):
         assert cache.S.dtype is torch.float32
     y.float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype is torch.float32
-               for p in layer.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype is torch.float32 for p in layer.parameters())
 
 
 def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
@@ -269,13 +262,12 @@ def test_decoding_takes_constant_memory(name):
     (lambda: build_mixer("longhorm", 16), "mixer is 'longhorm'; known mixers: attention, deltanet"),
     (lambda: build_mixer("longhorn", 16, d_stat=8), "no option 'd_stat'; its options: d_state, d_conv"),
     (lambda: build_mixer("longhorn_exact", 16, form="diagonal"), "no option 'form'"),
-    (lambda: Longhorn(16, form="fast"), "form is 'fast'; expected one of diagonal, exact, decoupled"),
-    (lambda: Longhorn(16, rate="matrix"), "rate is 'matrix'; expected vector or scalar"),
-    (lambda: Longhorn(0), "d_model is 0; expected an integer of at least 1"),
+    *((lambda wrong=wrong: Longhorn(**dict(d_model=16) | wrong), message) for wrong, message in [
+        (dict(form="fast"), "form is 'fast'; expected one of diagonal, exact, decoupled"),
+        (dict(rate="matrix"), "rate is 'matrix'; expected vector or scalar"), (dict(d_model=0), "d_model is 0; expected an integer of at least 1"),
+        (dict(d_state=2.5), "d_state is 2.5; expected an integer of at least 1"), (dict(expand=True), "expand is True; expected an integer")]),
     (lambda: make("gla")(torch.randn(2, 4, 16), torch.tensor([0, 4])), r"x has shape \(2, 4, 16\); expected \(1, T, d_model\): with cu_seqlens"),
     (lambda: make("longhorn")(torch.randn(1, 4, 16), torch.tensor([0, 3])), "cu_seqlens ends at 3; expected 4, the length of x"),
-    (lambda: Longhorn(16, d_state=2.5), "d_state is 2.5; expected an integer of at least 1"),
-    (lambda: Longhorn(16, expand=True), "expand is True; expected an integer"),
     (lambda: Longhorn(16)(torch.randn(2, 3, 17)), r"x has shape \(2, 3, 17\); expected \(B, T, 16\)"),
     (lambda: Longhorn(16).prefill(torch.randn(3, 16)), r"x has shape \(3, 16\); expected \(B, T, 16\)"),
     (lambda: Longhorn(16).step(torch.randn(2, 3, 16), None), r"x has shape \(2, 3, 16\); expected \(B, 16\)"),
@@ -284,14 +276,6 @@ def test_mistakes_are_told_in_one_line(wrong, message):
     with pytest.raises(ValueError, match=message) as error:
         wrong()
     assert "\n" not in str(error.value)
-
-
-def test_a_name_belongs_to_one_class():
-    class Other(Longhorn):
-        pass
-    with pytest.raises(ValueError, match="'longhorn' is already registered"):
-        register_mixer("longhorn")(Other)
-    assert MIXERS["longhorn"] is Longhorn
 
 
 def test_options_are_listed_without_the_fixed_ones():

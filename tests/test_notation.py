@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from longhorn_kit.scan.reference import reference_scan
 from longhorn_kit.theory.notation import SYMBOLS, from_official, shape_of, swap_layout, symbol_table, to_official

@@ -1,7 +1,5 @@
 """The report page: well-formed, alone, escaped, described, and written whole or not at all."""
-import errno
-import re
-import tomllib
+import errno, re, tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 

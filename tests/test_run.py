@@ -1,10 +1,5 @@
 """The driver of experiments: same record from every engine, and after every accident."""
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
+import json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
 from pathlib import Path
 
 import pytest
@@ -102,10 +97,11 @@ DRIVER = ("import sys, toy; from longhorn_kit.lab.run import run\n"
           "options={'cluster': 'local'} if sys.argv[2] == 'slurm' else None, pause=0.3)")
 
 
+PATH = {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+
+
 def driver(folder, launcher="local", **variables):
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), launcher],
-                            env=os.environ | {"PYTHONPATH": path} | variables, start_new_session=True)
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), launcher], env=os.environ | PATH | variables, start_new_session=True)
 
 
 def processes_in(folder):
@@ -141,9 +137,8 @@ def dask_cluster(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     begin = [sys.executable, "-m", "distributed.cli.dask_scheduler"], [sys.executable, "-m", "distributed.cli.dask_worker"]
-    quiet = dict(env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    quiet = dict(env=os.environ | PATH, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     scheduler = subprocess.Popen([*begin[0], "--host", address, "--no-dashboard"], **quiet)
     folder = str(tmp_path / "dask")
     worker = subprocess.Popen([*begin[1], address, "--nworkers", "2", "--nthreads", "1", "--no-dashboard",
@@ -179,11 +174,6 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected
 
 
 def test_the_experiment_of_the_contributing_guide_is_one_short_page_that_runs(tmp_path):
-    import json
-    import re
-    import shutil
-    import textwrap
-
     from nbdev.export import nb_export
     root = TESTS.parent
     guide = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")

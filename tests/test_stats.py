@@ -2,8 +2,7 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from scipy import stats as reference
 
 from longhorn_kit.lab.stats import LEVEL, SEARCH, WORDS, Comparison, holm, judge, measure

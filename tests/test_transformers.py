@@ -1,17 +1,13 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
-import copy
-import math
-import subprocess
-import sys
+import copy, math, subprocess, sys
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
-from longhorn_kit.models.transformers import (
-    LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
 
@@ -103,13 +99,6 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     mine.generation_config.eos_token_id = [7, 9]
     export_folder(mine, tmp_path / "mine", words)
     assert mine.generation_config.eos_token_id == [7, 9]
-
-
-def test_another_cache_is_refused_in_one_line():
-    from transformers import DynamicCache
-    hf = to_transformers(make("longhorn"))
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; leave it out"):
-        hf(torch.randint(50, (1, 4)), past_key_values=DynamicCache())
 
 
 def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
@@ -237,18 +226,16 @@ def test_auto_classes_know_the_model(tmp_path):
 
 
 def test_bad_input_is_one_line():
-    hf = to_transformers(make())
-    with pytest.raises(ValueError, match="attention_mask has a gap"):
-        spans(torch.tensor([[1, 0, 1]]), 3, True)
-    with pytest.raises(ValueError, match="tokens has values from 0 to 50; expected 0 to 49"):
-        hf(torch.tensor([[0, 50]]))
-    with pytest.raises(ValueError, match="one of the two"):
-        hf()
-    with pytest.raises(ValueError, match="known mixers"):
-        LonghornForCausalLM(LonghornConfig(mixer="rnn"))
-    tokens, mask, _ = padded(3, 5, side="right")
-    with pytest.raises(ValueError, match="pad in front, give prompts of one length at a time, or .* pass use_cache=False"):
-        to_transformers(make("attention"))(tokens, attention_mask=mask, use_cache=True)
+    hf, attention, (tokens, mask, _) = to_transformers(make()), to_transformers(make("attention")), padded(3, 5, side="right")
+    for wrong, message in (
+            (lambda: spans(torch.tensor([[1, 0, 1]]), 3, True), "attention_mask has a gap"),
+            (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "one of the two"),
+            (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
+            (lambda: hf(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache; leave it out"),
+            (lambda: attention(tokens, attention_mask=mask, use_cache=True),
+             "pad in front, give prompts of one length at a time, or .* pass use_cache=False")):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def left_padded(vocab_size=31):

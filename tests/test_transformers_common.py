@@ -5,12 +5,7 @@ folder; without a network the file is skipped. Three modules that its tests impo
 (exporting, generation and a table of configuration defaults), so empty stand-ins take their place: what is tested here is
 loading, saving, resizing, initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py has the rest.
 """
-import io
-import subprocess
-import sys
-import tarfile
-import types
-import unittest
+import io, subprocess, sys, tarfile, types, unittest
 from importlib import metadata
 from pathlib import Path
 
@@ -83,8 +78,7 @@ def make_suite(folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_common_model_tests_of_transformers(suite):
-    tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite)
-             if test.id().rsplit(".", 1)[-1] not in SKIPPED]
+    tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite) if test.id().rsplit(".", 1)[-1] not in SKIPPED]
     result = unittest.TextTestRunner(stream=io.StringIO()).run(unittest.TestSuite(tests))
     problems = [f"{test.id()}\n{trace}" for test, trace in result.errors + result.failures]
     assert not problems, "\n\n".join(problems)

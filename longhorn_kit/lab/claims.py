@@ -4,13 +4,11 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'LANGUAGE', 'CLAIMS', 'PAPER_KERNEL', 'Claim', 'outcomes', 'higher_on_all', 'settled',
-           'longhorn_below', 'train_all', 'parameters_saved', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules',
-           'all_claims', 'find_claim', 'find_experiment', 'runnable']
+           'longhorn_below', 'train_all', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims',
+           'find_claim', 'find_experiment', 'runnable']
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-003
-import difflib
-import importlib
-import math
+import difflib, importlib, math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -66,11 +64,7 @@ def higher_on_all(reading: str) -> tuple[Comparison, Judgement]:
     return settled(label, mean(gains), min(gains) > 0, "score points")
 
 def settled(
-    label: str,
-    value: float,
-    holds: bool,
-    unit: str = "points",
-    published: float | None = None,
+    label: str, value: float, holds: bool, unit: str = "points", published: float | None = None,
 ) -> tuple[Comparison, Judgement]:
     "Return a comparison that arithmetic decides."
     verdict = "holds" if holds else "does not hold"
@@ -81,28 +75,26 @@ def longhorn_below(*others: str) -> Callable:
     "Return the comparison of diagonal Longhorn's loss with that of other mixers."
     return partial(compare_language, pairs=tuple(("longhorn", name) for name in others))
 
+_KIT = dict(source="this kit", published="–") # a question of this kit: there is no number to compare with
 LANGUAGE = dict(reads="language", about=about_language, minutes={"gpu": 260, "paper": 2500})
 CLAIMS = [
     Claim(
         name="recall", source=FIGURE, published="an order, no numbers",
-        statement="On a toy recall task one layer of exact Longhorn learns better than diagonal Longhorn, which "
-                  "learns better "
-                  "than GLA; exact also beats self-attention.",
-        rule="higher recall after the same steps, for every pair and both tasks; a first stage with five other "
-             "seeds decided little, so each "
-             "of the two stages may spend half of the 5 %",
+        statement="On a toy recall task one layer of exact Longhorn learns better than diagonal Longhorn, which learns "
+                  "better than GLA; exact also beats self-attention.",
+        rule="higher recall after the same steps, for every pair and both tasks; a first stage with five other seeds "
+             "decided little, so each of the two stages may spend half of the 5 %",
         module="longhorn_kit.lab.recall", compare=compare_recall, about=about_recall, minutes={"laptop": 2}, stages=2),
     Claim(
         name="language", source=THREAD, published="nats: Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381",
-        statement="Trained on OpenWebText, Longhorn has a lower validation loss than Mamba, attention (LLaMA) and "
-                  "GLA.",
+        statement="Trained on OpenWebText, Longhorn has a lower validation loss than Mamba, attention (LLaMA) and GLA.",
         rule="lower held-out loss at matched parameters, for every pair",
         module="longhorn_kit.lab.language", about=about_language,
         compare=longhorn_below("mamba", "attention", "gla"),
         minutes={"laptop": 2.5, "gpu": 260, "paper": 2500}, by_name=("gpu", "paper"),
         commands={scale: f"LONGHORN_TEXT=FOLDER longhorn reproduce language --scale {scale}" for scale in SCALES[1:]}),
     Claim(
-        name="exact-language", source="this kit", published="–",
+        name="exact-language", **_KIT,
         statement="The exact form has a lower validation loss than the diagonal one.",
         rule="lower held-out loss of the exact form",
         compare=partial(compare_language, pairs=(("longhorn_exact", "longhorn"),)), **LANGUAGE),
@@ -131,8 +123,7 @@ CLAIMS += [
         rule="the interval of the difference excludes 0 and contains 0.013, at 120M parameters and 2.5B tokens",
         commands={"paper": train_all("owt-120m", "longhorn", "mamba", "attention", "gla")}),
     Claim(
-        name="language-350m", source=THREAD, published="nats: Longhorn 2.888, attention 2.891, Mamba 2.902, GLA "
-            "3.018",
+        name="language-350m", source=THREAD, published="nats: Longhorn 2.888, attention 2.891, Mamba 2.902, GLA 3.018",
         statement="At 350M parameters too Longhorn has the lowest validation loss.",
         rule="the same comparisons with the 350M models",
         commands={"paper": train_all("owt-350m", "longhorn", "mamba", "attention", "gla")}),
@@ -143,18 +134,17 @@ CLAIMS += [
         compare=longhorn_below("longhorn_scalar"), **LANGUAGE),
     Claim(
         name="input-dependent-a", source=THREAD, published="350M, nats: Mamba 2.902, with input-dependent A 2.922",
-        statement="Making Mamba's A depend on the input does not help Mamba (here: A through a softplus of the "
-                  "input).",
+        statement="Making Mamba's A depend on the input does not help Mamba (here: A through a softplus of the input).",
         rule="lower held-out loss of Mamba than of its variant",
         compare=partial(compare_language, pairs=(("mamba", "mamba_input_a"),), sizes="350M"), **LANGUAGE),
     Claim(
-        name="other-layers", source="this kit", published="–",
+        name="other-layers", **_KIT,
         statement="Longhorn has a lower validation loss than RetNet, RWKV-5 and RWKV-6, which the official code "
                   "also trains.",
         rule="lower held-out loss, for every layer",
         compare=longhorn_below("retnet", "rwkv5", "rwkv6"), **LANGUAGE),
     Claim(
-        name="mamba2", source="this kit", published="–",
+        name="mamba2", **_KIT,
         statement="At equal state Mamba has a lower validation loss than Mamba-2.",
         rule="lower held-out loss with the same numbers of state in the whole model (recorded runs of Mamba-2 have "
              "eight times as many)"),
@@ -176,9 +166,8 @@ CLAIMS += [
     Claim(
         name="downstream", source=FIGURE, published="perplexity: Longhorn 18.05, Mamba 18.86, GLA 20.86",
         statement="At 1.3B parameters Longhorn has the lowest mean perplexity on eight downstream sets.",
-        rule="lower mean perplexity over the same sets than Mamba and GLA (no source names the eight sets: the "
-             "command evaluates Wikitext "
-             "and LAMBADA)", commands={"paper": BIG}),
+        rule="lower mean perplexity over the same sets than Mamba and GLA (no source names the eight sets: the command "
+             "evaluates Wikitext and LAMBADA)", commands={"paper": BIG}),
     Claim(
         name="extrapolation", source=FIGURE, published="perplexity: 8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)",
         statement="Trained on 2K tokens, Longhorn keeps its perplexity up to 16 times that length.",
@@ -188,10 +177,9 @@ CLAIMS += [
         commands={"gpu": "python -c \"from longhorn_kit.lab.extrapolation import run; run('gpu', "
                          "'runs/extrapolation/gpu', checkpoints='runs/language/gpu', data='FOLDER')\""}),
     Claim(
-        name="extrapolation-delta", source="this kit", published="–",
-        statement="DeltaNet, which normalises its keys, does not keep its perplexity, and normalised keys are not "
-                  "the reason: Gated "
-                  "DeltaNet keeps it.",
+        name="extrapolation-delta", **_KIT,
+        statement="DeltaNet, which normalises its keys, does not keep its perplexity, and normalised keys are not the "
+                  "reason: Gated DeltaNet keeps it.",
         rule="perplexity of DeltaNet grows, and that of Gated DeltaNet stays within 1 %",
         compare=lambda r: compare_length(r, ("deltanet",), True) + compare_length(r, ("gated_deltanet",)),
         about=about_length, reads="extrapolation"),
@@ -200,13 +188,13 @@ CLAIMS += [
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-013
 CLAIMS += [
     Claim(
-        name="passkeys", source="this kit", published="–",
+        name="passkeys", **_KIT,
         reads="extrapolation", about=about_length, compare=compare_needles,
         statement="After lessons on short texts, Longhorn finds a hidden number or fact in texts that are 16 times "
                   "as long, and Mamba does not.",
         rule="a higher share of the hidden answers written at the longest length, for every kind"),
     Claim(
-        name="training-speed", source="this kit", published="–",
+        name="training-speed", **_KIT,
         timed=compare_training, times="nbs/lab/results/language/throughput.json",
         statement="A Longhorn model of 120M parameters trains as fast as one of Mamba.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
@@ -224,17 +212,16 @@ CLAIMS += [
         published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2",
         statement="On multi-query associative recall Longhorn reaches higher accuracy than other state-space "
                   "models of the same size.",
-        rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every "
-             "layer",
+        rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer",
         module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
         minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",)),
     Claim(
-        name="exact-mqar", source="this kit", published="–",
+        name="exact-mqar", **_KIT,
         statement="On multi-query associative recall the exact form reaches higher accuracy than the diagonal one, "
                   "Mamba and DeltaNet.",
         rule="as above", compare=partial(compare_mqar, pairs=EXACT_PAIRS), about=about_mqar, reads="mqar"),
     Claim(
-        name="larger-state", source="this kit", published="–", reads="mqar",
+        name="larger-state", **_KIT, reads="mqar",
         statement="A larger state recalls better (64 pairs in 512 tokens, d_model 64).",
         rule="higher accuracy with N = 32, 64 and 128 than with 16", compare=compare_states),
     Claim(
@@ -253,9 +240,8 @@ CLAIMS += [
     Claim(
         name="kernel-time", source=THREAD, published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated",
         statement="The Longhorn kernel is as fast as Mamba's.",
-        rule="forward plus backward of the kit's diagonal kernel at most 2 % slower than Mamba's CUDA kernel and "
-             "than the kit's own, at "
-             "every shape",
+        rule="forward plus backward of the kit's diagonal kernel at most 2 % slower than Mamba's CUDA kernel and than "
+             "the kit's own, at every shape",
         timed=partial(compare_times, rows=(
             ("ours against Mamba's CUDA kernel", "mamba_cuda", "diagonal", 1 / 1.02, PAPER_KERNEL),
             ("ours against our kernel for Mamba", "s6", "diagonal", 1 / 1.02, PAPER_KERNEL)))),
@@ -273,9 +259,7 @@ CLAIMS += [
 ]
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-017
-def parameters_saved(blocks: int = 24, d_inner: int = 1536, d_state: int = 16) -> int:
-    "Count the numbers in Mamba's A matrices, which Longhorn does without."
-    return blocks * d_inner * d_state
+_SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does without
 
 def sizes_differ():
     larger = lambda name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
@@ -293,7 +277,7 @@ CLAIMS += [
         name="fewer-parameters", source=THREAD, published="a gap of order N × D per block",
         statement="Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",
         rule="the count at the official 120M size is lower (counted from the code; no source prints it)",
-        settled=lambda: [settled("fewer than Mamba", parameters_saved() / 1e6, parameters_saved() > 0, "million")]),
+        settled=lambda: [settled("fewer than Mamba", _SAVED / 1e6, _SAVED > 0, "million")]),
     Claim(
         name="equal-sizes", source=CODE, published="\"models of the same size\"",
         statement="The official 120M models of Longhorn, LLaMA and GLA have the same size.",
@@ -301,9 +285,8 @@ CLAIMS += [
     Claim(
         name="stable", source="the paper's derivation", published="–",
         statement="The transition of the state is stable for every input, without a forget gate.",
-        rule="both closed forms multiply the state by a matrix with eigenvalues in (0, 1]: 1 − εk² elementwise "
-             "with εk² in [0, 1), and "
-             "I − εkkᵀ with ε‖k‖² in [0, 1); derived and tested in the theory pages",
+        rule="both closed forms multiply the state by a matrix with eigenvalues in (0, 1]: 1 − εk² elementwise with "
+             "εk² in [0, 1), and I − εkkᵀ with ε‖k‖² in [0, 1); derived and tested in the theory pages",
         settled=lambda: [(Comparison("eigenvalues in (0, 1]"), Judgement(0, verdict="holds"))]),
 ]
 
@@ -346,15 +329,12 @@ CLAIMS += [
         "or other bounds",
           statement="A step size β that depends on the input is better than a learned constant (another reviewer's "
                     "ablation)."),
-    Claim(name="heads", source="this kit", published="–", rule="lower held-out loss at equal state and block",
+    Claim(name="heads", **_KIT, rule="lower held-out loss at equal state and block",
           statement="One shared key with a rate per channel is better than heads with unit keys and one rate each."),
 ]
 
 # %% ../../nbs/lab/39_claims.ipynb #39_claims-023
-def suggest(
-    word: str,        # what was typed
-    known: list[str], # what exists
-) -> str:             # "; did you mean 'recall'?" or a list of what exists
+def suggest(word: str, known: list[str]) -> str: # what was typed, what exists -> "; did you mean 'recall'?"
     "Return the end of an error message about an unknown name."
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"

@@ -17,10 +17,8 @@ from .published import EXTRAPOLATION, NAMES, OPENWEBTEXT
 from .stats import MARGINS, Comparison, Judgement, judge_ratios
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-007
-def edge(
-    rates: dict, # model -> (best learning rate, all that were tried, as numbers or as the keys of a record)
-) -> str:        # "" if every best rate lies inside
-    "Say which models have their best learning rate at the edge of the grid."
+def edge(rates: dict) -> str: # model -> (best learning rate, all that were tried, as numbers or as keys of a record)
+    "Say which models have their best learning rate at the edge of the grid; empty if all lie inside."
     rates = {name: (best, list(map(float, tried))) for name, (best, tried) in rates.items()}
     single = [name for name, (_, tried) in rates.items() if len(tried) == 1]
     ends = [name for name, (best, tried) in rates.items() if best in (min(tried), max(tried))]
@@ -33,6 +31,10 @@ def edge(
 RECALL_ORDER = (("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"),
                 ("longhorn_exact", "attention_without_positions"))
 
+def _ahead(ours: list, theirs: list) -> tuple: # (seeds,) shares of right answers
+    "Return how many points the first of two models is ahead, seed by seed."
+    return tuple(100 * (x - y) for x, y in zip(ours, theirs))
+
 def compare_recall(record: dict) -> list[Comparison]:
     "Compare the recall of two models, for each task and each pair that the authors order."
     found = []
@@ -43,18 +45,16 @@ def compare_recall(record: dict) -> list[Comparison]:
             rates = {name: (best[name], grid[name] or [best[name]]) for name in (first, second)}
             found.append(Comparison(
                 f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
-                tuple(100 * (x - y) for x, y in zip(a, b)), doubt=edge(rates),
-                searched=len(record["results"].get("search_seeds", a))))
+                _ahead(a, b), doubt=edge(rates), searched=len(record["results"].get("search_seeds", a))))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-011
 def about_recall(record: dict) -> str:
     "Say how the toy task was run: keys, learning rates, seeds."
     asked, searched = record["settings"], record["results"].get("search_seeds", ())
-    return (f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} "
-            f"steps; learning rates "
-            f"{', '.join(f'{lr:g}' for lr in asked.get('lrs', ()))} searched on {len(searched)} seeds that are not "
-            f"judged")
+    rates = ", ".join(f"{lr:g}" for lr in asked.get("lrs", ()))
+    return (f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; "
+            f"learning rates {rates} searched on {len(searched)} seeds that are not judged")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-013
 SOLVED, LEARNT = 0.985, 1.2 # share of right answers; multiple of the guess level
@@ -62,10 +62,7 @@ MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet
               ("longhorn", "mamba2"), ("longhorn", "gated_deltanet"))
 EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
 
-def mqar_cells(
-    record: dict,         # of `longhorn_kit.lab.mqar`
-    d_state: int = 16,
-) -> list[dict]:          # one per size and width: mixer -> cell
+def mqar_cells(record: dict, d_state: int = 16) -> list[dict]: # one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
     places = {}
     for cell in record["results"]["cells"]:
@@ -110,9 +107,9 @@ def about_mqar(record: dict) -> str:
     cells = mqar_cells(record)[0]
     width = next(iter(cells.values()))["d_model"]
     states = ", ".join(f"{NAMES[name]} {cell['state_bytes'] / 1024:.0f}" for name, cell in cells.items())
+    rates = ", ".join(f"{lr:g}" for lr in sorted(record["settings"]["lrs"]))
     return (f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
-            f"{states}. Learning rates "
-            f"{', '.join(f'{lr:g}' for lr in sorted(record['settings']['lrs']))}, chosen on the first judged seed")
+            f"{states}. Learning rates {rates}, chosen on the first judged seed")
 
 def compare_states(record: dict) -> list[Comparison]:
     "Compare a larger state with the usual one, at the one size where both were trained."
@@ -122,15 +119,14 @@ def compare_states(record: dict) -> list[Comparison]:
             for mixer in ("longhorn_exact", "longhorn"):
                 pair = large[mixer], small[mixer]
                 doubt = edge({mixer: (pair[0]["lr"], pair[0]["by_lr"])})
-                leads = tuple(100 * (x - y) for x, y in zip(*map(limited, pair)))
-                doubt = doubt if any(leads) else "neither learns"
-                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", leads, doubt=doubt))
+                ahead = _ahead(*map(limited, pair))
+                doubt = doubt if any(ahead) else "neither learns"
+                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", ahead, doubt=doubt))
     return found
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
-    "Return the points at which models are compared: after one pass over the text, if there were more, and at the "
-    "end."
+    "Return the points of comparison: after one pass over the text, if there were more, and the end."
     passes = max((run["tokens"] for run in results["runs"] if "held_out" in run), default=0) / results["train_tokens"]
     if passes <= 1.05:
         return [("", None)]
@@ -140,11 +136,7 @@ def nearest(curve: dict, tokens: float | None) -> int:
     "Return the index of the evaluation nearest to a number of tokens."
     return -1 if tokens is None else min(range(len(curve["tokens"])), key=lambda i: abs(curve["tokens"][i] - tokens))
 
-def losses(
-    results: dict, # of a language record
-    mixer: str,
-    tokens: float | None,
-) -> dict:         # seed -> held-out loss
+def losses(results: dict, mixer: str, tokens: float | None) -> dict: # of a language record -> {seed: held-out loss}
     "Return the loss of each seed of a model, in the unit of the record."
     curves = {run["seed"]: run["held_out"] for run in results["runs"] if run["mixer"] == mixer and "held_out" in run}
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
@@ -189,8 +181,7 @@ def about_language(record: dict) -> str:
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-021
 def tokens_at(curve: dict, level: float) -> float | None:
-    "Return the tokens at which a curve first falls to a level, by straight lines between points; None if it never "
-    "does."
+    "Return the tokens at which a curve, straight between its points, first falls to a level; None if it never does."
     before = None
     for tokens, loss in zip(curve["tokens"], curve["all"]):
         if loss <= level:
@@ -200,8 +191,7 @@ def tokens_at(curve: dict, level: float) -> float | None:
     return None
 
 def compare_tokens(record: dict) -> list[Comparison]:
-    "Compare the tokens that Longhorn needs for Mamba's loss with the tokens that Mamba read; a single point is no "
-    "curve."
+    "Compare the tokens that Longhorn needs for Mamba's loss with those Mamba read; a single point is no curve."
     results, found, rate = record["results"], [], record["settings"]["train"]["lr"]
     runs = [run for run in results["runs"] if len(run.get("held_out", {}).get("tokens", ())) > 1]
     curves = {(run["mixer"], run["seed"]): run["held_out"] for run in runs}
@@ -255,37 +245,31 @@ def about_length(record):
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
     return (f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context "
-            f"{record['results']['context']}; texts: {lengths}, in "
-            "short documents: this tests stability, not the use of a long context")
+            f"{record['results']['context']}; texts: {lengths}, in short documents: this tests stability, not the use "
+            "of a long context")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-025
 def compare_vision(record: dict) -> list[Comparison]:
     "Compare top-1 accuracy with Mamba's scan in the same model."
     top1, rate = record["results"]["top1"], record["settings"]["lr"]
-    leads = lambda name: tuple(100 * (x - y) for x, y in zip(top1[name], top1["mamba"]))
-    return [Comparison(f"{NAMES[name]} as good as Mamba", leads(name),
+    return [Comparison(f"{NAMES[name]} as good as Mamba", _ahead(top1[name], top1["mamba"]),
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 
 def about_vision(record):
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
     return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
-            f"{record['settings']['epochs']} epochs; "
-            f"learning rate {record['settings']['lr']:g} only")
+            f"{record['settings']['epochs']} epochs; learning rate {record['settings']['lr']:g} only")
 
 # %% ../../nbs/lab/38_compare.ipynb #38_compare-027
 SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}
 
-def kernel_times(
-    record: dict, # kernels/results/h200.json
-    form: str,    # "diagonal", "exact", "s6", ...; or "mamba_cuda", "official_longhorn_cuda"
-    kernels: str | None = None, # None: the fast ones
-) -> list[float]: # ms of forward plus backward, one per shape of `SHAPES`
-    "Return how long one pass through a scan takes, and back."
+def kernel_times(record: dict, form: str) -> list[float]: # kernels/results/h200.json -> ms, one per shape of `SHAPES`
+    "Return the times of forward plus backward of a form (diagonal, exact, s6, ...) or another code (mamba_cuda, ...)."
     if form in record["others_measured_before"]:
         return [sum(record["others_measured_before"][form][shape]) for shape in SHAPES]
     found = {row["shape"]: row["forward_ms"] + row["backward_ms"] for row in record["rows"]
-             if row["section"] == "main" and (row["form"], row["kernels"]) == (form, kernels or form)}
+             if row["section"] == "main" and row["form"] == row["kernels"] == form}
     return [found[shape] for shape in SHAPES]
 
 def compare_times(record: dict, rows: tuple) -> list[tuple[Comparison, Judgement]]:

@@ -10,8 +10,7 @@ __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEW
            'summarize']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
-import hashlib
-import math
+import hashlib, math
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -74,9 +73,9 @@ def mean_of(values: np.ndarray, digits: int = 5) -> float:
     return round(float(values.mean(dtype=np.float64)), digits)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-017
-def position_bins(longest: int, per_octave: int = 3) -> np.ndarray:
-    "Return edges of bins of positions: 0, 1, 2, ... and from there a factor of 2^(1/per_octave) apart."
-    edges = 2 ** (np.arange(math.ceil(math.log2(longest) * per_octave) + 1) / per_octave)
+def position_bins(longest: int) -> np.ndarray:
+    "Return edges of bins of positions: 0, 1, 2, ... and from there a factor of 2^(1/3) apart."
+    edges = 2 ** (np.arange(math.ceil(math.log2(longest) * 3) + 1) / 3)
     return np.unique(np.concatenate([[0], np.minimum(np.round(edges), longest)]).astype(int))
 
 def by_position(losses: np.ndarray) -> dict: # (n,L) nats -> middle position of every bin, mean loss there

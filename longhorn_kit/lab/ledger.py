@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'FRONT', 'Row', 'load_record', 'results_folder', 'cells', 'reason', 'by_claim', 'ledger_text',
-           'ledger_summary', 'ledger_json', 'ledger_markdown', 'templates', 'ledger_html', 'section', 'Ledger',
-           'ledger', 'front']
+           'ledger_summary', 'counted', 'ledger_json', 'ledger_markdown', 'templates', 'ledger_html', 'section',
+           'Ledger', 'ledger', 'front']
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-087
 import json
@@ -54,11 +54,7 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
     except ERRORS as error:
         raise ValueError(f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})") from None
 
-def rerun_command(
-    name: str,   # the claim that the record belongs to
-    scale: str,
-    record: dict | None = None, # of that run
-) -> str:
+def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # claim and record of the run
     "Return a shell command that repeats a run: that of the record if it ran this claim alone or a variant of it."
     claim, command = find_claim(name), (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
@@ -74,7 +70,7 @@ def _rows_of_file(
     "Return the rows of one record file; none if there is no trace of a run, or if a further file is something else."
     source, folder = claim.reads or claim.name, path.parent
     command = rerun_command(source, stem)
-    wrong = lambda **why: [Row(claim, Comparison(""), Judgement(0, **why), stem, "", shown, command)]
+    wrong = lambda **why: [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
     if not path.exists():
         started = path.name == "record.json" and not claim.reads and folder.is_dir() and any(folder.iterdir())
         return wrong(why="started, no record yet") if started else []
@@ -140,9 +136,7 @@ def results_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 # %% ../../nbs/lab/39_ledger.ipynb #39_ledger-095
-def cells(
-    row: Row,
-) -> tuple[str, str, str, str, str]: # comparison, published, here, n, verdict
+def cells(row: Row) -> tuple[str, str, str, str, str]: # comparison, published, here, n, verdict
     "Return the texts of a row."
     found, unit = row.judgement, row.comparison.unit
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
@@ -166,10 +160,7 @@ def _aligned(texts: tuple, widths: tuple) -> list[str]:
     lines = tabulate([ruler, texts], tablefmt="plain", maxcolwidths=widths, disable_numparse=True)
     return ["  " + line for line in lines.splitlines()[1:]]
 
-def ledger_text(
-    rows: list[Row],
-    width: int = 80, # characters per line
-) -> str:
+def ledger_text(rows: list[Row], width: int = 80) -> str: # characters per line
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
     say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
@@ -184,9 +175,12 @@ def ledger_text(
 
 def ledger_summary(rows: list[Row]) -> str:
     "Count the claims, and the comparisons of each verdict."
+    return f"{len(by_claim(rows))} claims, {len(rows)} rows: {counted(rows)}"
+
+def counted(rows: list[Row]) -> str:
+    "Count the comparisons of each verdict."
     counts = Counter(row.judgement.verdict for row in rows)
-    found = ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word])
-    return f"{len(by_claim(rows))} claims, {len(rows)} rows: {found}"
+    return ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word])
 
 def ledger_json(rows: list[Row]) -> str:
     "Write every row with all that is known about it, as a JSON list."
@@ -217,11 +211,7 @@ def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table; every verdict carries a class named after it."
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
-def section(
-    name: str,       # of a claim
-    rows: list[Row], # the ledger
-    plot: bool = True,
-) -> str:
+def section(name: str, rows: list[Row], plot: bool = True) -> str: # name of a claim, the ledger
     "Write the section of one claim as HTML: statement, figure, table, how it was run, commands."
     found = [row for row in rows if row.claim.name == name]
     shown = templates().get_template("ledger.html.j2").module

@@ -53,10 +53,10 @@ def look_up(keys: Tensor, symbols: Tensor, values: int) -> Tensor: # (B,T,K), (B
     return symbols[:, :pairs].gather(1, pairs - 1 - newest_first)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-014
-def guess_level(task: str, pairs: int, key_size: int, values: int, streams: int = 5000) -> float:
+def guess_level(task: str, pairs: int, key_size: int, values: int) -> float:
     "Return how often the stream's most frequent value is the answer."
     generator = torch.Generator().manual_seed(0)
-    _, symbols, answers = draw_streams(task, streams, pairs, key_size, values, generator)
+    _, symbols, answers = draw_streams(task, 5000, pairs, key_size, values, generator)
     most = F.one_hot(symbols[:, :pairs], values).sum(1).argmax(-1, keepdim=True)
     return (most == answers).float().mean().item()
 

@@ -6,19 +6,15 @@
 __all__ = ['duration', 'rows_of', 'again', 'flat', 'facts', 'part_of', 'write_report']
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-003
-from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 
 from . import claims
-from .ledger import Ledger, Row, by_claim, read_outcomes, rerun_command, templates
-from .stats import WORDS
+from .ledger import Ledger, Row, by_claim, read_outcomes, rerun_command, templates, counted
 from ..records import atomic_file, readable
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-021
-def duration(
-    seconds: float,
-) -> str:
+def duration(seconds: float) -> str:
     "Write a time as a reader says it: `40 s`, `3 min 20 s`, `2 h 5 min`."
     whole = round(seconds)
     if whole < 60:
@@ -27,9 +23,7 @@ def duration(
     return " ".join(f"{count} {unit}" for count, unit in parts[whole < 3600:][:2] if count)
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-026
-def rows_of(
-    record: dict,
-) -> list[Row]:
+def rows_of(record: dict) -> list[Row]:
     "Return the ledger rows of every claim that this record speaks to."
     name, scale = record["experiment"], record["scale"]
     read = [claim for claim in claims.all_claims() if claim.compare and (claim.reads or claim.name) == name]
@@ -37,26 +31,19 @@ def rows_of(
     return [Row(claim, *pair, scale, claim.about(record) if claim.about else "", command=command)
             for claim in read for pair in read_outcomes(claim, record)]
 
-def again(
-    record: dict,
-) -> str:
+def again(record: dict) -> str:
     "Return the command that repeats a run that is finished."
     command = rerun_command(record["experiment"], record["scale"], record)
     return command + " --fresh" * (command.startswith("longhorn reproduce") and "--fresh" not in command)
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-030
-def flat(
-    value,            # plain
-    name: str = "",   # of the value
-) -> dict: # "train.lr" -> text
+def flat(value, name: str = "") -> dict: # plain, its name -> {"train.lr": text}
     "Return nested settings as one line each."
     if isinstance(value, dict):
         return {key: text for part in value for key, text in flat(value[part], f"{name}.{part}".strip(".")).items()}
     return {name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)}
 
-def facts(
-    record: dict,
-) -> dict: # what -> text
+def facts(record: dict) -> dict: # what -> text
     "Return where and how a run was made, and how to repeat it."
     made, versions = record.get("made", {}), record.get("environment", {})
     found = {"computing time": duration(record["seconds"]), "device": made.get("device"),
@@ -65,18 +52,15 @@ def facts(
     return flat({name: value for name, value in found.items() if value is not None})
 
 # %% ../../nbs/lab/40_report.ipynb #40_report-031
-def part_of(
-    record: dict,
-    recorded: list[Row], # rows of recorded runs
-) -> dict:
+def part_of(record: dict, recorded: list[Row]) -> dict: # recorded: rows of recorded runs
     "Return what the template shows of a run."
     rows, name = rows_of(record), record["experiment"]
-    counts, mine = Counter(row.judgement.verdict for row in rows), {row.claim.name for row in rows}
+    mine = {row.claim.name for row in rows}
     beside = [row for row in recorded if row.claim.name in mine and row.scale == "gpu" and row.file.startswith("nbs/")]
     return {
         "anchor": f"{name}-{record['scale']}", "title": f"{name}, {record['scale']} scale",
         "scale": record["scale"], "seconds": record["seconds"], "claims": by_claim(rows),
-        "verdicts": ", ".join(f"{counts[word]} × {word}" for word in WORDS if counts[word]),
+        "verdicts": counted(rows),
         "plotted": [row for row in rows + beside if row.comparison.differences and row.judgement.n],
         "facts": facts(record), "settings": flat(record["settings"])}
 

@@ -27,10 +27,7 @@ class Experiment:
     run_job: Callable[[dict, Path], dict]               # settings, job folder -> metrics; resumes what it finds there
     summarize: Callable[[object, "Results"], dict]      # what judges, tables and figures read
 
-    def config(self,
-        scale: str,
-        **overrides, # fields of the preset to change
-    ):
+    def config(self, scale: str, **overrides): # fields of the preset to change
         "Return the settings of a scale; ValueError if the scale is unknown."
         if scale not in self.presets:
             raise ValueError(f"{self.name} has no scale {scale!r}; it has: {', '.join(self.presets)}")
@@ -41,9 +38,7 @@ ERRORS, LOSSES = 2, 20 # a job is given up after so many errors, or so many lost
 
 class Results:
     "Metrics of the finished jobs of a run, found by their settings."
-    def __init__(self,
-        folder: str | Path, # of the run
-    ):
+    def __init__(self, folder: str | Path): # of the run
         self.folder, self.known = Path(folder) / "jobs", {}
 
     def job_folder(self, settings: dict) -> Path:
@@ -67,11 +62,7 @@ class Results:
         return kinds.count("error") >= ERRORS or kinds.count("lost") >= LOSSES
 
 # %% ../../nbs/lab/29_run.ipynb #29_run-012
-def one_job(
-    run_job: Callable, # of an experiment
-    settings: dict,
-    folder: Path,      # of the job
-) -> None:
+def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # run_job of an experiment, folder of the job
     "Run a job, unless it is done, and write its metrics."
     with exclusive_lock(folder):
         if (folder / "metrics.json").exists():
@@ -141,10 +132,10 @@ class LocalJob:
         if error or self.process.exitcode:
             raise RuntimeError(error) if error else Lost(f"the process ended with code {self.process.exitcode}")
 
-    def cancel(self, patience: float = 90): # seconds for a last checkpoint
-        "Ask the process to stop, and wait for it."
+    def cancel(self):
+        "Ask the process to stop, and wait for it: 90 seconds for a last checkpoint."
         self.process.terminate()
-        self.process.join(patience)
+        self.process.join(90)
         self.process.kill()
         self.process.join()
 
@@ -202,9 +193,7 @@ class Slurm:
 
 class Dask:
     "Runs every job on a Dask cluster."
-    def __init__(self,
-        workers: int, # jobs at a time
-    ):
+    def __init__(self, workers: int): # jobs at a time
         address = os.environ.get("DASK_SCHEDULER")
         if not address:
             raise ValueError("set DASK_SCHEDULER to the address of the scheduler, such as tcp://host:8786")
@@ -230,7 +219,6 @@ def drive(
     results: Results,
     engine,                     # `Here`, `Processes`, `Slurm` or `Dask`
     deadline: float = math.inf, # time.time() at which to stop
-    pause: float = 0.05,        # seconds between looks
 ) -> int: # jobs that are not done
     "Run what is missing until nothing is left or the deadline has passed."
     running, changed = {}, True
@@ -254,7 +242,7 @@ def drive(
                 for folder in ended:
                     collect(*running.pop(folder), folder)
                 changed = bool(ended)
-                time.sleep(0 if changed else pause)
+                time.sleep(0 if changed else 0.05)
         finally: # interrupted or out of time: every job is asked to stop before the first is waited for
             stop([job for job, _ in running.values()])
 

@@ -29,9 +29,7 @@ class Comparison:
     published: float | None = None # the paper's difference, same unit
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-008
-def holm(
-    values: list[float], # p-values of the comparisons of one claim
-) -> list[float]:        # corrected, in the same order
+def holm(values: list[float]) -> list[float]: # p-values of one claim's comparisons, corrected in the same order
     "Correct p-values for their number (Holm)."
     order, largest, corrected = sorted(range(len(values)), key=values.__getitem__), 0.0, list(values)
     for rank, i in enumerate(order):
@@ -70,11 +68,8 @@ def measure(comparison: Comparison) -> tuple:
     return middle, middle - reach, middle + reach, p
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-012
-def judge(
-    comparisons: list[Comparison], # all of one claim
-    level: float = LEVEL,          # half of it for each of two stages
-) -> list[Judgement]:
-    "Judge the comparisons of one claim together."
+def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement]:
+    "Judge all comparisons of one claim together; each of two stages has half of the level."
     measured = [measure(c) if c.differences else None for c in comparisons]
     counted = [i for i, c in enumerate(comparisons) if len(c.differences) >= MIN_SEEDS and not c.doubt]
     corrected = dict(zip(counted, holm([measured[i][3] for i in counted])))
@@ -118,10 +113,7 @@ def show(value: float, unit: str) -> str:
     "Write a number with the digits that its unit deserves."
     return FORMS.get(unit, "{:+.3g}").format(value)
 
-def spread_text(
-    values: list[float],  # (seeds,)
-    form: str = "{:.3f}", # of a number
-) -> str:
+def spread_text(values: list[float], form: str = "{:.3f}") -> str: # (seeds,), format of a number
     "Write a mean, with the standard deviation over seeds if there are several."
     spread = f" ± {form.replace('+', '').format(stdev(values))}" if len(values) > 1 else ""
     return form.format(mean(values)) + spread
@@ -135,11 +127,8 @@ def effect(comparison: Comparison, found: Judgement) -> str:
     known = math.isfinite(found.low) and found.low < found.high
     return f"{show(found.difference, comparison.unit)}{ends * known} {comparison.unit}"
 
-def verdict_table(
-    judged: list,           # (Comparison, Judgement) pairs
-    title: str = "Verdicts",
-) -> tuple:                 # (title, header, rows)
-    "Tabulate comparisons with what they came to, and the paper's differences if there are any."
+def verdict_table(judged: list, title: str = "Verdicts") -> tuple: # -> title, header, rows
+    "Tabulate pairs (Comparison, Judgement): what each came to, and the paper's differences if there are any."
     paper = any(comparison.published is not None for comparison, _ in judged)
     theirs = lambda c: ["" if c.published is None else show(c.published, c.unit)] * paper
     verdict = lambda found: f"{found}{': ' * bool(found.why)}{found.why}"

@@ -49,12 +49,11 @@ def kind_of(kernel: str) -> str: # its name
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-010
-def shares(step, steps: int = 2) -> dict[str, float]: # kind -> share of the GPU's time
-    "Profile steps: where the GPU's time goes, by kernel names."
+def shares(step) -> dict[str, float]: # kind -> share of the GPU's time
+    "Profile two steps: where the GPU's time goes, by kernel names."
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
+        step(), step()
         torch.cuda.synchronize()
     spent = {}
     for event in found.events():

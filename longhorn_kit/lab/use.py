@@ -7,11 +7,7 @@ __all__ = ['UsageError', 'writable_folder', 'model_folder', 'stream_text', 'load
            'evaluate_from', 'Eval', 'Export']
 
 # %% ../../nbs/lab/36_use.ipynb #36_use-003
-import contextlib
-import itertools
-import re
-import sys
-import tempfile
+import contextlib, itertools, re, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -40,10 +40,7 @@ class ImageSet(NamedTuple):
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-010
 def digits() -> tuple[ImageSet, ImageSet]: # training, held out
     "Return scikit-learn's digits, (1438,1,8,8) and (359,1,8,8)."
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ImportError("the digits need scikit-learn: pip install scikit-learn") from None
+    from sklearn.datasets import load_digits
     found = load_digits()
     images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
     labels, held_out = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
