@@ -1,5 +1,6 @@
 """No output depends on a later step, whatever that step holds; nor on a neighbour in a packed batch, nor on padding behind a text."""
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -47,11 +48,12 @@ def same_bits(one, other):
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def assert_causal(scan, a, names, at, content, seed=0):
+def assert_causal(scan, a, steps, inputs=(INPUTS,), contents=CONTENTS, seed=0):
     "Outputs before a step have the same bits, whatever the inputs hold from it on."
     want = scan(a)
-    got = scan(spoiled(a, names, slice(at, None), content, seed))
-    assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
+    for at, content, names in product(steps, contents, inputs):
+        got = scan(spoiled(a, names, slice(at, None), content, seed))
+        assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
 
 
 cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, unique=True), st.sampled_from(CONTENTS), st.integers(0, 99))
@@ -68,7 +70,7 @@ cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, uniq
 @example(case=(["b", "k"], "huge", 0), at=33, gate=True, dtype=BF16)
 def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
     a = make(2, 70, 3, N, dtype, gate)
-    assert_causal(lambda a: longhorn_scan(**a, form=form, backend=backend), a, case[0], at, *case[1:])
+    assert_causal(lambda a: longhorn_scan(**a, form=form, backend=backend), a, [at], [case[0]], [case[1]], case[2])
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
@@ -76,9 +78,7 @@ def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
     "In the interpreter."
-    a = make(1, 11, 3, 4, FP32, gate)
-    for content in CONTENTS:
-        assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, INPUTS, 6, content)
+    assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), make(1, 11, 3, 4, FP32, gate), [6])
 
 
 @pytest.mark.slow
@@ -90,13 +90,8 @@ def test_later_steps_change_no_output_compiled(form, N):
     torch._dynamo.reset()
     step = lambda a: longhorn_scan(**{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked").sin()
     scan = torch.compile(step, fullgraph=True)
-    for dtype in (FP32, BF16):
-        for gate in (True, False):
-            a = make(2, 70, 3, N, dtype, gate)
-            for at in (1, 20, 33, 64):
-                for content in CONTENTS:
-                    assert_causal(scan, a, INPUTS, at, content)
-                    assert_causal(scan, a, ("k",), at, content)
+    for dtype, gate in product((FP32, BF16), (True, False)):
+        assert_causal(scan, make(2, 70, 3, N, dtype, gate), (1, 20, 33, 64), (INPUTS, ("k",)))
 
 
 @pytest.mark.cuda
@@ -108,27 +103,17 @@ def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
     "At borders of chunks and between them, with and without a gate, whole and in segments; keys in bfloat16 for the fast exact form."
     monkeypatch.setattr(triton_op, "FAST", path == "fast")
     keys = BF16 if path == "fast" and form == "exact" else dtype
-    for D, T in ((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),):
-        for gate in (True, False):
-            a = make(2, T, D, N, dtype, gate)
-            a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
-            scan = lambda a: longhorn_scan(**a, form=form, backend="triton")
-            want = scan(a)
-            for at in (1, 7, 16, 17, 31):
-                for content in CONTENTS:
-                    for names in (INPUTS, ("k",), ("b",)):
-                        got = scan(spoiled(a, names, slice(at, None), content))
-                        assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
+    for (D, T), gate in product(((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),), (True, False)):
+        a = make(2, T, D, N, dtype, gate)
+        a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
+        assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, (1, 7, 16, 17, 31), (INPUTS, ("k",), ("b",)))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_later_steps_change_no_output_of_another_segment(form):
     "One sequence of few channels, which the diagonal kernels cut into segments of 256 steps."
-    a = make(1, 600, 40, 16, BF16)
-    for at in (255, 256, 300, 512):
-        for content in CONTENTS:
-            assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, INPUTS, at, content)
+    assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), make(1, 600, 40, 16, BF16), (255, 256, 300, 512))
 
 
 BACKENDS = ("triton",) if GPU else ("chunked", "reference")
@@ -176,8 +161,7 @@ def test_padding_behind_a_text_changes_no_output_of_a_layer(name):
     for autocast in (nullcontext(), torch.autocast(DEVICE, dtype=BF16)):
         with torch.no_grad(), autocast:
             want = layer(u)
-            for at in (1, 17, 20, 64):
-                for content in CONTENTS:
-                    padded = u.clone()
-                    fill(padded[:, at:], content)
-                    assert same_bits(layer(padded)[:, :at], want[:, :at]), (at, content)
+            for at, content in product((1, 17, 20, 64), CONTENTS):
+                padded = u.clone()
+                fill(padded[:, at:], content)
+                assert same_bits(layer(padded)[:, :at], want[:, :at]), (at, content)

@@ -120,23 +120,19 @@ def exact_gradients(D, lengths, few=False, channels=slice(None), changed=lambda 
     new = lambda *s, like=BF16: torch.randn(*s, generator=gen).to(like)
     T, n, bounds = sum(lengths), len(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()
     a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {name: new(1, T, D) for name in ("x", "b", "z", "dout")}
-    a |= dict(bias=new(D, like=FP32), skip=new(D, like=FP32))
-    a |= {name: new(n, D, 16, like=FP32).mT for name in ("initial", "dfinal")}             # channels last
+    a |= dict(b_bias=new(D, like=FP32), D_skip=new(D, like=FP32))
+    a |= {name: new(n, D, 16, like=FP32).mT for name in ("initial_state", "dfinal")}       # channels last
     changed(a)
     a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
 
-    def run(tokens, which, cu=None):
-        t = {name: v if name in ("bias", "skip") else v[which].mT if name in ("initial", "dfinal") else v[:, tokens] for name, v in a.items()}
-        make = partial(triton_exact.exact_plan, *t["x"].shape, 16, None if cu is None else n, few=few)
-        inputs = [t[name] for name in ("q", "k", "x", "b", "bias", "skip", "z")]
-        _, _, kept = triton_exact.exact_forward(make(), *inputs, t["initial"], cu)
-        grads = triton_exact.exact_backward(make("backward"), t["dout"], t["dfinal"], kept, *inputs, cu)
-        return dict(zip(("q", "k", "x", "b", "bias", "skip", "z", "none", "initial"), grads))
+    def run(tokens, which, bounds=None):
+        t = {name: v if name in ("b_bias", "D_skip") else v[which].mT if name in ("initial_state", "dfinal") else v[:, tokens]
+             for name, v in a.items()}
+        return scanned("exact", t | {"A": None}, t["dout"], t["dfinal"], bounds, few=few)[2]
 
-    with gluon_on_cpu():
-        if packed:
-            return run(slice(None), slice(None), torch.tensor(bounds, dtype=torch.int32))
-        return [run(slice(*ends), slice(i, i + 1)) for i, ends in enumerate(zip(bounds, bounds[1:])) if ends[0] < ends[1]]
+    if packed:
+        return run(slice(None), slice(None), bounds)
+    return [run(slice(*ends), slice(i, i + 1)) for i, ends in enumerate(zip(bounds, bounds[1:])) if ends[0] < ends[1]]
 
 
 @pytest.mark.parametrize("D", (40, 47))
@@ -145,8 +141,8 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
     packed, alone, some = exact_gradients(D, lengths, packed=True), exact_gradients(D, lengths), torch.tensor(lengths) > 0
     for name in ("q", "k", "x", "b", "z"):
         assert torch.equal(packed[name], torch.cat([one[name] for one in alone], 1)), name
-    assert torch.equal(packed["initial"][some], torch.cat([one["initial"] for one in alone]))
-    for name in ("bias", "skip"):
+    assert torch.equal(packed["initial_state"][some], torch.cat([one["initial_state"] for one in alone]))
+    for name in ("b_bias", "D_skip"):
         right = torch.zeros(len(lengths), D)
         right[some] = torch.stack([one[name] for one in alone])
         assert torch.equal(packed[name], right.sum(0)), name
@@ -156,12 +152,12 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
 def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     "Of the whole width the last block writes last; of the first 32 channels no block begins early."
     (whole,), (part,) = exact_gradients(D, [37], few), exact_gradients(D, [37], few, slice(32))
-    assert all(torch.equal(whole[name][..., :32], part[name]) for name in ("x", "b", "z", "bias", "skip"))
-    assert torch.equal(whole["initial"][:, :32], part["initial"])
+    assert all(torch.equal(whole[name][..., :32], part[name]) for name in ("x", "b", "z", "b_bias", "D_skip"))
+    assert torch.equal(whole["initial_state"][:, :32], part["initial_state"])
 
 
 @pytest.mark.parametrize("D", (40, 47))
-@pytest.mark.parametrize("name, value", (("x", float("nan")), ("dout", float("inf")), ("initial", float("nan"))))
+@pytest.mark.parametrize("name, value", (("x", float("nan")), ("dout", float("inf")), ("initial_state", float("nan"))))
 def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, name, value):
     "As in a width of whole blocks whose further channels are zeros."
     def changed(a):
@@ -169,7 +165,7 @@ def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, n
             t[..., D:] = 0
         a[name][0, 5, 20] = value
     (ragged,), (whole,) = exact_gradients(64, [37], channels=slice(D), changed=changed), exact_gradients(64, [37], changed=changed)
-    for n in ("q", "k", "x", "b", "z", "bias", "skip"):
+    for n in ARGUMENTS[:7]:
         right = whole[n] if n in "qk" else whole[n][..., :D]
         torch.testing.assert_close(ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert ragged["q"].isnan().any()

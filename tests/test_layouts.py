@@ -1,9 +1,5 @@
 """Runs on several processes: copies and slices of a model train alike, resume each other's checkpoints, and end together."""
-import dataclasses
-import math
-import os
-import shutil
-import socket
+import dataclasses, math, os, shutil, socket
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -55,25 +51,25 @@ def language(folder, sharding, stop=None):
     "Train a language model of a kind that has all kinds of weights; end with an error at a step."
     torch.manual_seed(0)
     config = dataclasses.replace(SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8)
-    train(language_model(mixer="longhorn", tie_embeddings=False), stopping(stop), VAL, config, folder, quiet=True)
+    train(language_model(mixer="longhorn", tie_embeddings=False), failing(sampled(Sampler, 8), stop) if stop else TOKENS, VAL, config, folder,
+          quiet=True)
 
 
-def stopping(at):
-    "The tokens, or a sampler of them that fails at a step."
-    if at is None:
-        return TOKENS
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    return failing(Sampler(TOKENS, CONFIG.context, 8 // world, CONFIG.seed, rank, world), 8 * at)
-
-
-def failing(sampler, drawn):
+def failing(sampler, at):
+    "A sampler that fails at a step, or never."
     draw = sampler.next_batch
     def next_batch():
-        if sampler.drawn == drawn:
+        if at is not None and sampler.drawn == 8 * at:
             raise MemoryError("stopped")
         return draw()
     sampler.next_batch = next_batch
     return sampler
+
+
+def sampled(kind, rows, accumulate=1):
+    "A sampler of this process's part of the rows of a step."
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    return kind(TOKENS, CONFIG.context, rows // world // accumulate, CONFIG.seed, rank, world)
 
 
 def images(folder, sharding, stop=None):
@@ -83,14 +79,11 @@ def images(folder, sharding, stop=None):
     digits = lambda part: DigitImages(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
         model, batches, held_out, notes = vision_training.run_parts(config, folder, accelerator)
-    batches = batches if stop is None else failing(batches, 8 * stop)
     validate = vision_training.measure(batches, held_out, accelerator)
-    train(model, batches, validate, batches.config, folder, quiet=True, beside=notes)
+    train(model, failing(batches, stop), validate, batches.config, folder, quiet=True, beside=notes)
 
 
 KINDS = {"language": language, "images": images}
-
-
 QUICK = {("two slices", "two copies"), ("two copies", "two copies")} # of images; the other changes are slow
 CHANGES = [pytest.param(kind, *change, marks=[] if kind == "language" or change in QUICK else pytest.mark.slow)
            for kind in KINDS for change in product(LAYOUTS, LAYOUTS)]
@@ -134,13 +127,11 @@ class Counting(checkpoint.Reader):
         return super()._slice_file(file, piece)
 
 
-def large(folder, sharding, count=False):
+def large(folder, sharding):
     "Train a model that is large beside the bookkeeping; the bytes of pieces that this process read."
-    Counting.bytes, checkpoint.Reader = 0, Counting
-    try:
+    Counting.bytes = 0
+    with patch.object(checkpoint, "Reader", Counting):
         plain(folder, language_model, options={"d_model": 128}, sharding=sharding, steps=2, warmup=1)
-    finally:
-        checkpoint.Reader = Counting.__base__
     return Counting.bytes
 
 
@@ -159,8 +150,7 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
 
 def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
     model = model(**options or {"dropout": 0.0})
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    tokens = tokens(TOKENS, 8, 4 // world // changes.get("accumulate", 1), 0, rank, world) if callable(tokens) else tokens
+    tokens = sampled(tokens, 4, changes.get("accumulate", 1)) if callable(tokens) else tokens
     train(model, tokens, VAL, dataclasses.replace(SHORT, **changes), folder, quiet=True)
     return evaluate(whole_model(model), VAL, 8) if hasattr(model, "config") else None
 
@@ -199,22 +189,29 @@ def other_checkpoint(run, *found):
     return facts_of(run, *found)
 
 
-facts_of = training.facts_of
-CASES = dict(
-    settings=dict(config=dataclasses.replace(SHORT, log_every=5)), model=dict(model=8), text=dict(tokens=np.where(
-        np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), held_out=dict(val=VAL[:-1]),
-    short=dict(tokens=TOKENS[:4]), folder=dict(folder="b/run"), checkpoint=dict(folder="known"), busy=dict(folder="busy"),
-    same=dict(same={"mixer": "longhorn"}), none=dict(config=dataclasses.replace(SHORT, sharding="none")),
-    hsdp=dict(config=dataclasses.replace(SHORT, sharding="hsdp")))
+facts_of, changed = training.facts_of, lambda **changes: dict(config=dataclasses.replace(SHORT, **changes))
+DIFFERS, ALL = ("settings", "model", "text", "held_out", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # told of process 1; changed in both
+CASES = dict( # what is changed, and what both processes say
+    settings=(changed(log_every=5), "log_every: 5; process 0"), model=(dict(model=8), "model: "),
+    text=(dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), "text: 2000 tokens "),
+    held_out=(dict(val=VAL[:-1]), "held-out text: 203 tokens"), short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
+    folder=(dict(folder="b/run"), "PATH/b/run on HOST is not the folder of process 0, PATH/a/run on HOST"),
+    checkpoint=(dict(folder="known"), "checkpoints: step-00000010 "), same=(dict(same={"mixer": "longhorn"}), "mixer: longhorn; "),
+    busy=(dict(folder="busy"), "another process is training in PATH/busy; wait for it, or use another folder"),
+    none=(changed(sharding="none"), "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp"),
+    hsdp=(changed(sharding="hsdp"),
+          "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this"),
+    launcher=({}, "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp"))
 
 
 def refused(name, folder):
-    own, case = os.environ["RANK"] == "1", CASES[name]
+    own, (case, _) = os.environ["RANK"] == "1", CASES[name]
     ours = dict(model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"})
-    ours |= case if own or name in ("checkpoint", "busy", "none", "hsdp") else {}
+    ours |= case if own or name in ALL else {}
     see_folder.__defaults__ = (0.3,)
-    training.facts_of = other_checkpoint if own and name == "checkpoint" else facts_of
-    train(Tiny(d=ours["model"]), ours["tokens"], ours["val"], ours["config"], folder / ours["folder"], quiet=True, same=ours["same"])
+    with patch.object(training, "facts_of", other_checkpoint if own and name == "checkpoint" else facts_of), \
+            patch.dict(os.environ, ACCELERATE_USE_FSDP=str(name == "launcher")):
+        train(Tiny(d=ours["model"]), ours["tokens"], ours["val"], ours["config"], folder / ours["folder"], quiet=True, same=ours["same"])
 
 
 def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools, tmp_path):
@@ -225,30 +222,12 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
     with only_run_in(tmp_path / "busy"):
         told = {name: pools(2).run(refused, name, tmp_path) for name in CASES}
     assert files() == before
-    host, says = socket.gethostname(), {
-        "settings": "log_every: 5; process 0", "model": "model: ", "text": "text: 2000 tokens ", "held_out": "held-out text: 203 tokens",
-        "short": "the text has 4 tokens", "folder": f"{tmp_path}/b/run on HOST is not the folder of process 0, {tmp_path}/a/run on HOST",
-        "checkpoint": "checkpoints: step-00000010 ", "busy": f"another process is training in {tmp_path}/busy", "same": "mixer: longhorn; ",
-        "none": "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp",
-        "hsdp": "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this"}
+    host = socket.gethostname()
     for name, lines in told.items():
-        assert all(says[name].replace("HOST", host) in line and "\n" not in line for line in lines), (name, lines)
-        if name in ("settings", "model", "text", "held_out", "checkpoint", "same"):
-            assert all(f"process 1 on {host} (folder {tmp_path}" in line for line in lines)
+        says = CASES[name][1].replace("HOST", host).replace("PATH", str(tmp_path))
+        assert all(says in line and "\n" not in line for line in lines), (name, lines)
+        assert name not in DIFFERS or all(f"process 1 on {host} (folder {tmp_path}" in line for line in lines)
     assert all(f"process 1 on {host}: " in told[name][0] for name in ("short", "folder"))
-
-
-def fsdp_of_accelerate(folder):
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    try:
-        plain(folder)
-    finally:
-        del os.environ["ACCELERATE_USE_FSDP"]
-
-
-def test_fsdp_of_accelerate_launch_is_refused(pools, tmp_path):
-    for line in pools(2).run(fsdp_of_accelerate, tmp_path / "run"):
-        assert "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp" in line
 
 
 # ---- processes that are gone, and full disks
@@ -287,11 +266,8 @@ def full_disk(folder, rank, in_background):
         if os.environ["RANK"] == rank and "step-00000020" in str(self.path):
             raise OSError(28, os.strerror(28))
         return write(self, *parts)
-    checkpoint.Writer.write_data = write_data
-    try:
+    with patch.object(checkpoint.Writer, "write_data", write_data):
         plain(folder, async_save=in_background)
-    finally:
-        checkpoint.Writer.write_data = write
 
 
 @pytest.mark.parametrize("rank, in_background", [("0", False), ("1", False), ("1", True)])

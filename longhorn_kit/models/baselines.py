@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .mixer import Mixer, ScanMixer, check_number, check_size, register_mixer, wide
+from .mixer import Mixer, ScanMixer, check_number, check_sizes, register_mixer, wide
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -78,11 +78,7 @@ def _(start, steps, half, base, dtype):
     return tuple(start.new_empty(start.shape[0], 1, steps, half, dtype=dtype) for _ in range(2))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
-def rotate(
-    x: Tensor, # (...,B,H,T,P) queries, keys or both
-    start,     # position of the first token: a number, or (B,)
-    base: float = 1e4,
-) -> Tensor:   # (...,B,H,T,P)
+def rotate(x: Tensor, start, base: float = 1e4) -> Tensor: # x (...,B,H,T,P); start: first position, a number or (B,)
     "Turn the pair (i, i + P/2) of every vector by position / base^(2i/P)."
     a, b = x.chunk(2, -1)
     start = start.reshape(-1) if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
@@ -91,10 +87,8 @@ def rotate(
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-030
-def mask_options(steps: int, past: int, device=None,
-    padding: Tensor | None = None, # (B,) columns before the text of each sequence
-) -> dict: # arguments of `scaled_dot_product_attention`
-    "Return the causal mask for `steps` queries after `past` cached keys."
+def mask_options(steps, past, device=None, padding=None) -> dict: # padding (B,): columns before each text
+    "Return the causal mask for `steps` queries after `past` keys, as `scaled_dot_product_attention` takes it."
     if padding is None and (not past or steps == 1):
         return {"is_causal": not past}
     mask = torch.ones(steps, past + steps, dtype=torch.bool, device=device).tril(past)
@@ -130,14 +124,13 @@ class Attention(Mixer):
     "Causal attention with rotary positions, (B,T,d_model) -> (B,T,d_model)."
 
     def __init__(
-        self,
-        d_model: int,
+        self, d_model: int,
         n_heads: int | None = None, # None: of a size near 64
         rope_base: float = 1e4,     # base of the rotary frequencies
     ):
         super().__init__(d_model)
         n_heads = default_heads(d_model) if n_heads is None else n_heads
-        check_size("n_heads", n_heads)
+        check_sizes(n_heads=n_heads)
         check_number("rope_base", rope_base, lambda v: v > 0, "above 0")
         if d_model % (2 * n_heads):
             raise ValueError(f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}")

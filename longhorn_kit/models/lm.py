@@ -5,12 +5,10 @@
 # %% auto #0
 __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Trunk', 'mean_loss', 'count_parameters', 'Decoder', 'sample_next',
            'SequenceLM', 'document_bounds', 'save_model', 'load_model', 'official_name', 'load_official_state_dict',
-           'fill_mlp', 'nearest_widths', 'match_parameters']
+           'match_parameters']
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
-import json
-import math
-import re
+import json, math, re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..records import atomic_file, atomic_path, cannot_write
-from .mixer import build_mixer, check_number, check_size, wide
+from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @dataclass
@@ -58,8 +56,9 @@ class LMConfig:
 # %% ../../nbs/models/22_lm.ipynb #22_lm-008
 def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
-    for name in ("vocab_size", "d_model", "n_layer") + (("d_mlp",) if config.d_mlp != 0 else ()):
-        check_size(name, getattr(config, name))
+    check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
+    if config.d_mlp != 0:
+        check_sizes(d_mlp=config.d_mlp)
     for name in ("dropout", "norm_eps"):
         check_number(name, getattr(config, name), lambda v: 0 <= v <= 1, "from 0 to 1")
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
@@ -161,8 +160,7 @@ class Trunk(nn.Module):
         "Tokens (B,T) to what meets the output matrix (B,T,d_model); bounds as of `document_bounds` reset the state."
         h = self.embed(tokens)
         h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
-        kind = h.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
+        dtype = product_dtype(h.device.type, self.norm.weight.dtype)
         y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # one compiled graph for all blocks
         for block in self.blocks:
             h, y = block(h, y, cu_seqlens)
@@ -190,11 +188,7 @@ def mean_loss(
     return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
-def check_tokens(
-    tokens: Tensor,  # (B,T) or (B,)
-    dims: int,       # 2 or 1
-    vocab_size: int,
-):
+def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
     "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
     if tokens.dim() != dims:
         expected = "(B, T)" if dims == 2 else "(B,)"
@@ -271,7 +265,7 @@ def check_generation(tokens, n_new, temperature, top_k, top_p, seed, vocab_size)
         raise ValueError(f"n_new is {n_new!r}; expected an integer of at least 0")
     check_number("temperature", temperature, lambda v: 0 <= v < math.inf, "of at least 0")
     if top_k is not None:
-        check_size("top_k", top_k)
+        check_sizes(top_k=top_k)
     if top_p is not None:
         check_number("top_p", top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
     if seed is not None and not -2**63 <= seed < 2**64:
@@ -342,11 +336,7 @@ def read_weights(path, config: LMConfig) -> dict:
     return state
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-053
-def check_state(
-    state: dict,    # name -> tensor
-    expected: dict, # name -> tensor of the right shape
-    source,         # name of `state` in the message
-):
+def check_state(state: dict, expected: dict, source): # name -> tensor, both; source: name of `state` in messages
     "Raise a `ValueError` for the first tensor that is missing, unknown or of another shape."
     for name in expected:
         if name not in state:
@@ -437,7 +427,7 @@ def match_parameters(
     tolerance: float = 0.01, # largest relative difference
 ) -> LMConfig:               # with another `d_mlp` or `d_model` where needed
     "Return a model of the same kind with about `target` parameters; a `ValueError` if none comes near."
-    check_size("target", target)
+    check_sizes(target=target)
     gap = lambda candidate: abs(count_parameters(candidate) / target - 1)
     if gap(config) <= tolerance:
         return config

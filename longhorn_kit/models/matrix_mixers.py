@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import rotate, time_step_bias
-from .mixer import Mixer, check_number, check_size, check_stream, register_mixer, wide
+from .mixer import Mixer, check_number, check_sizes, check_stream, product_dtype, register_mixer, wide
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 from ..scan.short_conv import causal_conv1d
@@ -66,33 +66,22 @@ class MatrixMixer(Mixer):
         return y if gate is None else y * F.silu(gate)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-010
-def head_sizes(d_model: int,
-    n_heads: int | None, # H; None: as many as give keys of about `near`
-    key: float,          # width of all keys / d_model
-    value: float,        # width of all values / d_model
-    near: int,
-) -> tuple:              # heads H, key size N, value size P
-    "Return the number of heads and their sizes, rounded, so that every `d_model` has some."
-    check_size("d_model", d_model)
+def head_sizes(d_model, n_heads, key, value, near) -> tuple: # key, value: width of all keys, values / d_model
+    "Return heads H, key size N, value size P, rounded; without `n_heads`, keys have about the size `near`."
+    check_sizes(d_model=d_model)
     n_heads = max(1, round(key * d_model / near)) if n_heads is None else n_heads
-    check_size("n_heads", n_heads)
+    check_sizes(n_heads=n_heads)
     return n_heads, max(1, round(key * d_model / n_heads)), max(1, round(value * d_model / n_heads))
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-014
-def head_norm(
-    y: Tensor,                    # (...,P) read-outs
-    weight: Tensor | None = None, # (P,)
-) -> Tensor:                      # (...,P) in y.dtype
-    "Divide every vector by its root mean square."
+def head_norm(y: Tensor, weight: Tensor | None = None) -> Tensor: # read-outs (...,P), weight (P,)
+    "Divide every vector by its root mean square, in y's dtype."
     normed = F.rms_norm(wide(y), y.shape[-1:], eps=1e-5)
     return (normed if weight is None else normed * weight).to(y.dtype)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
 @torch.no_grad()
-def start_small(
-    weight: Tensor, # (out,in) several projections on top of each other
-    *sizes: int,    # rows of each; rows beyond are left alone
-):
+def start_small(weight: Tensor, *sizes: int): # weight (out,in): projections on top of each other; rows of each
     "Draw Xavier's starting values times 2^-2.5 for each projection, as RetNet and GLA do."
     for part in weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
@@ -103,8 +92,7 @@ class RetNet(MatrixMixer):
     "Retention: a fixed decay per head and rotary positions. Source: Sun et al., arXiv 2307.08621."
 
     def __init__(
-        self,
-        d_model: int,
+        self, d_model: int,
         n_heads: int | None = None, # None: keys of about 256
         expand: float = 2,          # width of the values / d_model
         rope_base: float = 1e4,     # base of the rotary frequencies
@@ -135,7 +123,7 @@ class GLA(MatrixMixer):
         temperature: float = 16.0, # the decay is a sigmoid to the power 1 / temperature
     ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1 / 2, 1, 128))
-        check_size("gate_rank", gate_rank)
+        check_sizes(gate_rank=gate_rank)
         check_number("temperature", temperature, lambda v: 0 < v < float("inf"), "above 0")
         self.temperature = temperature
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
@@ -175,12 +163,6 @@ class HGRN2(MatrixMixer):
     def read_out(self, y, gate):
         return head_norm(y.flatten(2), self.norm_weight)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-028
-def rising(size: int, *powers: float) -> Tensor: # (len(powers),size)
-    "Return rows `1 - (i / size)^power`: how much of the token before each channel starts with."
-    share = torch.arange(size) / size
-    return 1 - share ** torch.tensor(powers)[:, None]
-
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029
 class TokenShift(MatrixMixer):
     "What RWKV's layers share: mixtures with the token before, projections, and a norm with a bias."
@@ -188,7 +170,8 @@ class TokenShift(MatrixMixer):
     def __init__(self, d_model, n_heads, *powers):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
         super().__init__(d_model, H, N, N, (d_model, 1))
-        self.mix = nn.Parameter(rising(d_model, *powers))
+        share = torch.arange(d_model) / d_model # a row of `mix` per projection: the token before counts 1 - share^power
+        self.mix = nn.Parameter(1 - share ** torch.tensor(powers)[:, None])
         self.mix._no_weight_decay = True # vectors, stacked
         linear = lambda: nn.Linear(d_model, self.keys, bias=False)
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
@@ -244,8 +227,7 @@ class RWKV6(TokenShift):
         mix_rank: int = 32,         # of what the token adds to its mixtures
         decay_rank: int = 64,       # of what the token adds to its decay
     ):
-        check_size("mix_rank", mix_rank)
-        check_size("decay_rank", decay_rank)
+        check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25) # first look, then w, k, v, r, g
         self.mix_down = nn.Linear(d_model, 5 * mix_rank, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, mix_rank, d_model).uniform_(-0.01, 0.01))
@@ -273,7 +255,7 @@ class ConvMixer(MatrixMixer):
     "A matrix mixer whose queries, keys and values pass a short causal convolution with SiLU."
 
     def __init__(self, d_model, n_heads, d_key, d_value, d_conv, channels=None, bias=False):
-        check_size("d_conv", d_conv)
+        check_sizes(d_conv=d_conv)
         channels = n_heads * (2 * d_key + d_value) if channels is None else channels
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=bias)
@@ -305,8 +287,7 @@ class Mamba2(ConvMixer):
         expand: int = 2,            # width of the values / d_model
         n_heads: int | None = None, # None: values of 64
     ):
-        check_size("d_state", d_state)
-        check_size("expand", expand)
+        check_sizes(d_state=d_state, expand=expand)
         H, P, _ = head_sizes(d_model, n_heads, expand, expand, 64)
         P = P if n_heads else min(64, expand * d_model)
         super().__init__(d_model, H, d_state, P, d_conv, H * P + 2 * d_state, bias=True)
@@ -373,9 +354,7 @@ def scan_backend(
 ) -> str:
     "Return the backend of a layer's recurrence on the device of its weights, in the words of a run record."
     weight = mixer.out_proj.weight
-    device = weight.device.type
-    if dtype is None:
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    dtype = dtype or product_dtype(weight.device.type, weight.dtype)
     if not isinstance(mixer, MatrixMixer):
         if not hasattr(mixer, "d_state"): # attention has no recurrence
             return "scaled_dot_product_attention"

@@ -6,8 +6,7 @@
 __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 'ScanCache', 'ScanMixer', 'Longhorn']
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-003
-import inspect
-import math
+import inspect, math
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import NamedTuple
@@ -24,10 +23,7 @@ from ..theory.closed_forms import effective_rate_from_logits
 MIXERS = {}
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-025
-def register_mixer(
-    name: str, # in `build_mixer` and `LMConfig`
-    **fixed,   # options that belong to the name and cannot be changed
-):
+def register_mixer(name: str, **fixed): # fixed: options that belong to the name and cannot be changed
     "Return a class decorator that enters a mixer in `MIXERS`."
     def register(cls):
         known = MIXERS.get(name)
@@ -55,10 +51,11 @@ def build_mixer(name: str, d_model: int, /, **options) -> nn.Module:
     return MIXERS[name](d_model, **options)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
-def check_size(name: str, value):
-    "Raise a `ValueError` unless `value` is an integer of at least one."
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
+def check_sizes(**sizes):
+    "Raise a `ValueError` for the first that is no integer of at least one."
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` says it in words."
@@ -70,7 +67,7 @@ class Mixer(nn.Module, ABC):
     "What every mixer offers: `forward` to train, `prefill` and `step` to decode, `empty_cache` to begin."
 
     def __init__(self, d_model: int):
-        check_size("d_model", d_model)
+        check_sizes(d_model=d_model)
         super().__init__()
         self.d_model = d_model
 
@@ -120,6 +117,10 @@ def wide(t: Tensor) -> Tensor:
     "Return `t` in float32, or as it is if that is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
+def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: of device
+    "Return the dtype in which matrix products run: autocast's, or `otherwise`."
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
     "What a scan layer remembers between tokens."
@@ -139,8 +140,7 @@ class ScanProjections(Mixer):
 
     def __init__(self, d_model, d_state, d_conv, expand):
         super().__init__(d_model)
-        for name, value in dict(d_state=d_state, d_conv=d_conv, expand=expand).items():
-            check_size(name, value)
+        check_sizes(d_state=d_state, d_conv=d_conv, expand=expand)
         self.d_state, self.d_conv, self.d_inner = d_state, d_conv, expand * d_model
         self.rank = math.ceil(d_model / 16)
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=False)
@@ -227,8 +227,7 @@ class Longhorn(ScanMixer):
     "The Longhorn layer, (B,T,d_model) -> (B,T,d_model)."
 
     def __init__(
-        self,
-        d_model: int,
+        self, d_model: int,
         d_state: int = 16,      # N, size of keys and queries
         d_conv: int = 4,        # width of the convolution
         expand: int = 2,        # d_inner / d_model
