@@ -138,7 +138,7 @@ def test_bad_folders(tmp_path):
         open_data("nowhere")
     for part in ("train", "val"):
         (tmp_path / part / "dark").mkdir(parents=True)
-    with pytest.raises(ValueError, match="train holds no images; expected .*CLASS/IMAGE.jpg"):
+    with pytest.raises(FileNotFoundError, match="train holds no images; expected .*CLASS/IMAGE.jpg"):
         open_data(str(tmp_path))
     picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
     (tmp_path / "val" / "odd").mkdir()
@@ -240,7 +240,7 @@ def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
     with pytest.raises(ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"):
         small(tmp_path / "whole", folder, **options, lr=3e-3)
-    with pytest.raises(ValueError, match="holds a run with 2 classes and 24 training images; digits has 10 and 1438"):
+    with pytest.raises(ValueError, match="holds a run with train=24; this one has train=1438; use another folder"):
         small(tmp_path / "whole", "digits", **options)
 
 
