@@ -1,4 +1,5 @@
 import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, signal, sys, time
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -156,19 +157,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
 # ---- killed, interrupted, shared
 
 
-class Rows:
-    "A streamed dataset as `datasets` has it: an iterable with a position."
-    def __init__(self, n, texts=None, delay=0.0):
-        self.n, self.at, self.delay, self.texts = n, 0, delay, texts or documents(n)
-    def __iter__(self):
-        while self.at < self.n:
-            time.sleep(self.delay)
-            self.at += 1
-            yield {"text": self.texts[self.at - 1]}
-    def state_dict(self):
-        return {"at": self.at}
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def on_the_hub(monkeypatch, texts):
+    "A dataset of these texts is what `datasets` streams."
+    rows = datasets.Dataset.from_dict({"text": texts})
+    fake_datasets(monkeypatch, lambda *args, **options: rows.to_iterable_dataset())
 
 
 def sources(folder):
@@ -245,21 +237,21 @@ def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch)
 
 
 def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(900))
+    on_the_hub(monkeypatch, documents(900))
     whole = bytes_of(prepare("hf:owner/books", cache=tmp_path / "whole"))
     interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path / "cache")
-    starts, real = [], Rows.load_state_dict
-    monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
+    starts, real = [], corpus.load_documents
+    monkeypatch.setattr(corpus, "load_documents", lambda source, column, position: starts.append(position) or real(source, column, position))
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
-    assert starts == [starts[0]] and starts[0] >= 300
+    assert len(starts) == 1 and starts[0]["row"] >= 300 and starts[0]["stream"]
     assert prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent == tmp_path / "cache"
     assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that wants less takes the whole
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
+    on_the_hub(monkeypatch, documents(300))
     interrupted(monkeypatch, 3, "hf:owner/books", cache=tmp_path)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
+    on_the_hub(monkeypatch, documents(300, words=31))
     with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
         prepare("hf:owner/books", cache=tmp_path)
 
@@ -269,22 +261,19 @@ def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
     ("network", "'owner/books'.*timed out; what was prepared is kept"),
     ("process", "a process that tokenises was lost .*; try fewer workers; what was prepared is kept")])
 def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
-    class Broken(Rows):
-        def __iter__(self):
-            for row in super().__iter__():
-                if self.at == 1400:
-                    raise ConnectionError("read timed out\nand more")
-                yield row
+    def torn(rows, every=datasets.IterableDataset.__iter__):
+        yield from itertools.islice(every(rows), 1400)
+        raise ConnectionError("read timed out\nand more")
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500))
+    on_the_hub(monkeypatch, documents(1500))
     monkeypatch.setattr(corpus, "PIECE", 50_000)
     whole = prepare("hf:owner/books", cache=tmp_path / "whole", workers=2)
     with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
         if what == "disk":
             at_call(patch, corpus.Preparation, "add", 1, full)
         elif what == "network":
-            fake_datasets(patch, lambda *args, **options: Broken(1500))
+            patch.setattr(datasets.IterableDataset, "__iter__", torn)
         else:
             at_call(patch, corpus, "write_piece", 1, lambda: patch.setattr(corpus, "LEAST", 1))
             real, here = corpus.tokenise, os.getpid()

@@ -300,12 +300,11 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
-    with pytest.raises(ValueError, match="24 training images are fewer than batch_size=64"):
-        small(tmp_path, folder, batch_size=64)
-    with pytest.raises(ValueError, match="batch_size=8 cannot be shared by 1 processes with accumulate=3"):
-        small(tmp_path, folder, accumulate=3)
-    with pytest.raises(ValueError, match="a part of a step has 7 images"):
-        small(tmp_path, folder, batch_size=7, mixup=0.8)
+    for options, says in ((dict(batch_size=64), "24 training images are fewer than batch_size=64"),
+                          (dict(accumulate=3), "batch_size=8 cannot be shared by 1 processes with accumulate=3"),
+                          (dict(batch_size=7, mixup=0.8), "a part of a step has 7 images")):
+        with pytest.raises(ValueError, match=says):
+            small(tmp_path, folder, **options)
     one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, accumulate=2)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FromEpochs', 'VISION_PRESETS', 'VisionConfig', 'VisionPreset', 'vision_config', 'with_steps', 'Classifier',
-           'validate', 'weights_of', 'with_weights', 'make_model', 'save_model', 'facts_of', 'measure', 'run_parts',
-           'train_vision', 'eval_vision', 'check_classes']
+           'validate', 'weights_of', 'with_weights', 'make_model', 'run_parts', 'train_vision', 'eval_vision',
+           'check_classes']
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-003
 import math, zlib
