@@ -1,13 +1,14 @@
 import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, signal, sys, time
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
 from longhorn_kit.lab import corpus, data
-from longhorn_kit.lab.corpus import prepare, token_dtype
-from longhorn_kit.lab.data import SEPARATOR, load_documents, split_documents
+from longhorn_kit.lab.corpus import prepare
+from longhorn_kit.lab.data import SEPARATOR, load_documents
 from longhorn_kit.records import exclusive_lock, read_json
-from test_data import documents, fake_datasets, gpt2_folder, json_lines, write_records  # noqa: F401
+from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
 
 
 def write(path, n=200):
@@ -22,7 +23,7 @@ def bytes_of(found):
 def expected(source, **options):
     "What a corpus of byte tokens holds, from the documents and the rule of the split."
     parts = {"train.bin": b"", "val.bin": b""}
-    for part, text in split_documents(load_documents(source), by_name=source == "stdlib", **options):
+    for part, text in split(load_documents(source), by_name=source == "stdlib", **options):
         parts[f"{part}.bin"] += text.encode() + b"\0"
     return parts
 
@@ -61,12 +62,14 @@ def at_call(monkeypatch, owner, name, call, what, before=True):
     monkeypatch.setattr(owner, name, watched)
 
 
+def interrupted(monkeypatch, call, source, **options):
+    "Press ctrl-C before a preparation saves its state for that time."
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, corpus.Preparation, "save", call, lambda: signal.raise_signal(signal.SIGINT))
+        prepare(source, **options)
+
+
 # ---- tokens
-
-
-@pytest.mark.parametrize("size, dtype", [(256, "<u1"), (257, "<u2"), (50257, "<u2"), (65536, "<u2"), (65537, "<u4")])
-def test_dtype_holds_the_vocabulary(size, dtype):
-    assert token_dtype(size) == np.dtype(dtype) and np.iinfo(token_dtype(size)).max >= size - 1
 
 
 def test_tokens_are_those_of_the_text_whatever_cuts_it(tmp_path, monkeypatch):
@@ -143,22 +146,9 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
         prepare(str(bpe.folder))
 
 
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path, monkeypatch):
-    class Wrong(data.ByteTokenizer):
-        vocab_size = 100
-    monkeypatch.setattr(corpus, "get_tokenizer", lambda name: Wrong())
-    with pytest.raises(ValueError, match="tokenizer bytes gives token 1.., which is outside its vocabulary of 100"):
-        prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
-    monkeypatch.undo()
-    found = prepare(write(tmp_path / "a.txt"), cache=tmp_path / "cache")
-    found.check_vocabulary(256)
-    with pytest.raises(ValueError, match=r"the data has a vocabulary of 256 tokens \(bytes\); the model has 100"):
-        found.check_vocabulary(100)
-
-
 @pytest.mark.parametrize("name, value", [
     ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
-    ("workers", 0), ("verify", "never")])
+    ("workers", 0)])
 def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
         prepare("stdlib", cache=tmp_path, **{name: value})
@@ -167,19 +157,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
 # ---- killed, interrupted, shared
 
 
-class Rows:
-    "A streamed dataset as `datasets` has it: an iterable with a position."
-    def __init__(self, n, texts=None, delay=0.0):
-        self.n, self.at, self.delay, self.texts = n, 0, delay, texts or documents(n)
-    def __iter__(self):
-        while self.at < self.n:
-            time.sleep(self.delay)
-            self.at += 1
-            yield {"text": self.texts[self.at - 1]}
-    def state_dict(self):
-        return {"at": self.at}
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def on_the_hub(monkeypatch, texts):
+    "A dataset of these texts is what `datasets` streams."
+    rows = datasets.Dataset.from_dict({"text": texts})
+    fake_datasets(monkeypatch, lambda *args, **options: rows.to_iterable_dataset())
 
 
 def sources(folder):
@@ -256,25 +237,21 @@ def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch)
 
 
 def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(900))
+    on_the_hub(monkeypatch, documents(900))
     whole = bytes_of(prepare("hf:owner/books", cache=tmp_path / "whole"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, corpus.Preparation, "save", 20, lambda: signal.raise_signal(signal.SIGINT))
-        prepare("hf:owner/books", cache=tmp_path / "cache")
-    starts, real = [], Rows.load_state_dict
-    monkeypatch.setattr(Rows, "load_state_dict", lambda s, state: starts.append(state["at"]) or real(s, state))
+    interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path / "cache")
+    starts, real = [], corpus.load_documents
+    monkeypatch.setattr(corpus, "load_documents", lambda source, column, position: starts.append(position) or real(source, column, position))
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
-    assert starts == [starts[0]] and starts[0] >= 300
+    assert len(starts) == 1 and starts[0]["row"] >= 300 and starts[0]["stream"]
     assert prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent == tmp_path / "cache"
     assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that wants less takes the whole
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, corpus.Preparation, "save", 3, lambda: signal.raise_signal(signal.SIGINT))
-        prepare("hf:owner/books", cache=tmp_path)
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, texts=documents(300, words=31)))
+    on_the_hub(monkeypatch, documents(300))
+    interrupted(monkeypatch, 3, "hf:owner/books", cache=tmp_path)
+    on_the_hub(monkeypatch, documents(300, words=31))
     with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
         prepare("hf:owner/books", cache=tmp_path)
 
@@ -284,22 +261,19 @@ def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
     ("network", "'owner/books'.*timed out; what was prepared is kept"),
     ("process", "a process that tokenises was lost .*; try fewer workers; what was prepared is kept")])
 def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
-    class Broken(Rows):
-        def __iter__(self):
-            for row in super().__iter__():
-                if self.at == 1400:
-                    raise ConnectionError("read timed out\nand more")
-                yield row
+    def torn(rows, every=datasets.IterableDataset.__iter__):
+        yield from itertools.islice(every(rows), 1400)
+        raise ConnectionError("read timed out\nand more")
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(1500))
+    on_the_hub(monkeypatch, documents(1500))
     monkeypatch.setattr(corpus, "PIECE", 50_000)
     whole = prepare("hf:owner/books", cache=tmp_path / "whole", workers=2)
     with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
         if what == "disk":
             at_call(patch, corpus.Preparation, "add", 1, full)
         elif what == "network":
-            fake_datasets(patch, lambda *args, **options: Broken(1500))
+            patch.setattr(datasets.IterableDataset, "__iter__", torn)
         else:
             at_call(patch, corpus, "write_piece", 1, lambda: patch.setattr(corpus, "LEAST", 1))
             real, here = corpus.tokenise, os.getpid()
@@ -308,14 +282,6 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
     assert "\n" not in str(caught.value) and caught.value.errno == (errno.ENOSPC if what == "disk" else None)
     assert next((tmp_path / "cache").glob(".*.partial/train.bin")).stat().st_size > 10_000
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == bytes_of(whole)
-
-
-def test_two_processes_that_want_one_corpus_prepare_it_once(tmp_path, monkeypatch):
-    fake_datasets(monkeypatch, lambda *args, **options: Rows(300, delay=0.001))
-    work = lambda results, _: results.put(len(prepare("hf:owner/books", cache=tmp_path).train))
-    found, codes = in_processes(work, 0, 1, 2)
-    assert codes == [0, 0, 0] and len(found) == 3 and len(set(found)) == 1
-    assert len(list(tmp_path.iterdir())) == 1  # no work in progress is left
 
 
 def no_locks(monkeypatch, number):
@@ -329,9 +295,7 @@ def no_locks(monkeypatch, number):
 def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch, capsys, number):
     source = write(tmp_path / "a.txt")
     no_locks(monkeypatch, number)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, corpus.Preparation, "save", 3, lambda: signal.raise_signal(signal.SIGINT))
-        prepare(source, cache=tmp_path / "cache")
+    interrupted(monkeypatch, 3, source, cache=tmp_path / "cache")
     partial = next((tmp_path / "cache").glob(".*.partial"))
     assert f"the file system of {partial} has no locks" in capsys.readouterr().err
     found = prepare(source, cache=tmp_path / "cache")
@@ -346,12 +310,13 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
 
 
-@pytest.mark.parametrize("ranks", [True, False])
-def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks):
-    no_locks(monkeypatch, errno.ENOSYS)
+@pytest.mark.parametrize("apart", ["locks", "ranks", None])
+def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
+    if apart != "locks":
+        no_locks(monkeypatch, errno.ENOSYS)
     source = write(tmp_path / "a.txt", 1000)
     def work(results, rank):
-        if ranks:
+        if apart == "ranks":
             os.environ["RANK"] = str(rank)
         time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
         try:
@@ -360,7 +325,9 @@ def test_without_locks_no_process_gets_wrong_tokens(tmp_path, monkeypatch, ranks
             results.put("refused")
     results, codes = in_processes(work, 0, 1, 2)
     assert codes == [0, 0, 0] and len(results) == 3
-    assert set(results) == {True} if ranks else set(results) <= {True, "refused"}  # two separate runs may stop each other
+    if apart:
+        assert set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, no work is left
+    assert set(results) <= {True, "refused"}  # two separate runs may stop each other
     for _ in range(3):  # what they left damaged is refused, and named
         try:
             assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
@@ -423,22 +390,19 @@ def test_a_damaged_file_is_found(tmp_path, name, damage, says):
     assert "\n" not in str(caught.value)
 
 
-def test_what_opening_checks(tmp_path, monkeypatch):
+def test_a_file_is_hashed_once_and_again_when_its_date_changes_or_the_note_is_gone(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt")
     path = prepare(source, cache=tmp_path / "cache").folder / "train.bin"
     content, date = path.read_bytes(), path.stat().st_mtime_ns
     path.write_bytes(content[:100] + b"?" + content[101:])
     os.utime(path, ns=(date, date))  # as a failing disk does it: no sign that the file has changed
     with monkeypatch.context() as patch:
-        patch.setattr(corpus.hashlib, "file_digest", None)  # hashed once
+        patch.setattr(corpus.hashlib, "file_digest", None)
         prepare(source, cache=tmp_path / "cache")
-        prepare(source, cache=tmp_path / "cache", verify=False)
-    with pytest.raises(ValueError, match="is damaged"):
-        prepare(source, cache=tmp_path / "cache", verify=True)
-    os.utime(path)
-    with pytest.raises(ValueError, match="is damaged"):
-        prepare(source, cache=tmp_path / "cache")
-    prepare(source, cache=tmp_path / "cache", verify=False)
+    for again in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
+        again()
+        with pytest.raises(ValueError, match="is damaged"):
+            prepare(source, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train.bin": 3}'])
@@ -460,9 +424,7 @@ def test_a_damaged_note_is_made_again_and_a_damaged_index_is_named(tmp_path, not
 def test_a_damaged_state_is_named_and_not_believed(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", 300)
     for name in ("train.bin", "val.bin", "state.json"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            at_call(patch, corpus.Preparation, "save", 5, lambda: signal.raise_signal(signal.SIGINT))
-            prepare(source, cache=tmp_path / "cache", workers=1)
+        interrupted(monkeypatch, 5, source, cache=tmp_path / "cache", workers=1)
         path = next((tmp_path / "cache").glob(f".*.partial/{name}"))
         content = path.read_bytes()
         path.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
@@ -510,13 +472,7 @@ def test_a_bad_bin_is_named(tmp_path):
         with pytest.raises(ValueError, match=f"{says}") as caught:
             prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)
         assert str(path) in str(caught.value)
-    found = prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache")
-    date = path.stat().st_mtime_ns
-    write_bin(path, [1, 2, 3, 5])
-    os.utime(path, ns=(date, date))
-    with pytest.raises(ValueError, match=f"{path} or its held-out part is damaged"):
-        prepare(str(path), cache=tmp_path / "cache", verify=True)
+    assert len(prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache").train) == 3
     path.write_bytes(path.read_bytes() + b"\1")
     with pytest.raises(ValueError, match=f"{path} has 9 bytes, but a token has 2: it was cut off; copy it again"):
         prepare(str(path), cache=tmp_path / "cache")
-    assert len(found.train) == 3

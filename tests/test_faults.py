@@ -1,20 +1,12 @@
 """What kills, damage and full disks do to records, claims, exports and prepared text: `make faults`. Children are forked from one warm process."""
-import itertools
-import json
-import os
-import random
-import re
-import resource
-import shutil
-import signal
-import sys
+import itertools, json, os, random, re, resource, shutil, signal, sys
 from pathlib import Path
 
 import fakes
 import pytest
 import torch
-from PIL import Image
 from test_corpus import sources
+from test_vision_training import filled
 
 from longhorn_kit import cli, records
 from longhorn_kit.lab import claims, corpus, run
@@ -87,6 +79,18 @@ def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def killed_and_resumed(argv, here, operations, between=lambda folder: None):
+    "Kill a command at each of its file operations and run it again; yields its folder, and what it printed then."
+    for n in range(1, operations + 1):
+        folder = here / f"killed{n}"
+        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
+        between(folder)
+        code, again, _ = child(argv(folder), folder)
+        assert code == 0, (n, again)
+        yield folder, again.replace(folder.name, "whole")
+        shutil.rmtree(folder)
+
+
 def told(text):
     "The printed lines with numbers: verdicts and seconds of computing apart."
     return [line for line in text.splitlines() if "score" in line or line.startswith("report")]
@@ -97,16 +101,11 @@ def test_reproduce_killed_at_every_file_operation(here):
     code, said, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 20
     numbers = lambda folder: [records.read_record(folder / name / "laptop" / "record.json")["results"] for name in ("fake", "second")]
-    for n in range(1, operations + 1):
-        folder = here / f"killed{n}"
-        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
-        for path in folder.rglob("*.json"): # what has its name is whole
-            assert path.name.startswith(".") or records.read_record(path)
-        code, again, _ = child(argv(folder), folder)
-        assert code == 0 and numbers(folder) == numbers(here / "whole")
-        assert [line.replace(folder.name, "whole") for line in told(again)] == told(said)
+    named = lambda folder: [path for path in folder.rglob("*.json") if not path.name.startswith(".")]
+    whole = lambda folder: all(map(records.read_record, named(folder))) # what has its name
+    for folder, again in killed_and_resumed(argv, here, operations, between=whole):
+        assert numbers(folder) == numbers(here / "whole") and told(again) == told(said)
         assert files_in(folder) == files_in(here / "whole")
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
@@ -120,33 +119,9 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
     code, said, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 30
     whole = {name: (here / "whole" / name).read_bytes() for name in files_in(here / "whole") if name.endswith(("bin", "index.json"))}
-    for n in range(1, operations + 1):
-        folder = here / f"killed{n}"
-        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
-        code, again, _ = child(argv(folder), folder)
-        assert code == 0 and again.replace(folder.name, "whole").endswith(said[said.index("to train on"):]), again
+    for folder, again in killed_and_resumed(argv, here, operations):
+        assert again.endswith(said[said.index("to train on"):]), again
         assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(folder) == files_in(here / "whole")
-        shutil.rmtree(folder)
-
-
-def test_a_hundred_damaged_corpora_change_no_token(here):
-    chance, source = random.Random(44), sources(here)["text"]
-    folder = corpus.prepare(source, cache=here / "cache").folder
-    good, told_so = {path.name: path.read_bytes() for path in folder.iterdir()}, 0
-    before = corpus.prepare(source, cache=here / "cache")
-    for n in range(100):
-        path = folder / chance.choice(sorted(good))
-        kind, changed = damage(path, chance)
-        try:
-            found = corpus.prepare(source, cache=here / "cache")
-            assert found.index == before.index and path.name == "checked.json" or not changed, (path, kind)
-            assert (bytes(found.train), bytes(found.val)) == (good["train.bin"], good["val.bin"])
-        except ValueError as error:
-            assert path.name in str(error) and "again" in str(error) and "\n" not in str(error), (path, kind, error)
-            told_so += 1
-        for name, content in good.items():
-            (folder / name).write_bytes(content)
-    assert told_so > 60
 
 
 def small_model(folder, seed):
@@ -193,29 +168,20 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
 
 
 def damage(path, chance):
-    "Damage a file at random; how."
-    data, kind = bytearray(path.read_bytes()), chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
-    place = chance.randrange(max(1, len(data)))
-    if kind == "bit" and data:
-        data[place] ^= 1 << chance.randrange(8)
-    elif kind == "byte" and data:
-        data[place] = chance.randrange(256)
+    "Damage a file at random; how, and whether it is another now."
+    data, kind = path.read_bytes(), chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
+    digits = [i for i, byte in enumerate(data) if kind == "number" and chr(byte) in "0123456789"]
+    at = chance.choice(digits or range(max(1, len(data))))
+    byte, rest = data[at:at + 1], data[at + 1:]
+    if kind == "number" and digits: # a digit swapped for another
+        byte = str((int(byte) + chance.randrange(1, 10)) % 10).encode()
+    elif kind in ("bit", "byte") and data:
+        byte = bytes([byte[0] ^ 1 << chance.randrange(8) if kind == "bit" else chance.randrange(256)])
     elif kind == "zeros":
-        data[place:place + 64] = bytes(len(data[place:place + 64]))
-    elif kind == "cut":
-        del data[place:]
-    elif kind == "garbage":
-        data = bytearray(chance.randbytes(200))
-    elif kind == "empty":
-        data = bytearray()
-    elif kind == "number": # a digit swapped for another
-        digits = [i for i, byte in enumerate(data) if 48 <= byte <= 57]
-        if digits:
-            at = chance.choice(digits)
-            data[at] = 48 + (data[at] - 48 + chance.randrange(1, 10)) % 10
-    changed = bytes(data) != path.read_bytes()
-    path.write_bytes(data)
-    return kind, changed
+        byte, rest = bytes(len(data[at:at + 64])), data[at + 64:]
+    whole = {"cut": data[:at], "garbage": chance.randbytes(200), "empty": b""}
+    path.write_bytes(whole.get(kind, data[:at] + byte + rest))
+    return kind, path.read_bytes() != data
 
 
 def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
@@ -304,11 +270,7 @@ def trainer(request, here, monkeypatch):
     monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
     (here / "cache").mkdir() # of prepared text
     (here / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
-    for part, i in (("train", 24), ("val", 6)):
-        for number in range(i):
-            place = here / "images" / part / str(number % 2) / f"{number}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (8, 8), 60 * (number % 2) + 5 * number).save(place)
+    filled(here / "images", 12, 3)
     words = TRAINERS[request.param]
     assert cli.main([*words, "--out", "warm"]) == 0 # imports here what the children then need not
     code, said, operations = child([*words, "--out", "whole"], here / "whole")
@@ -330,13 +292,8 @@ def outcome(folder):
 
 def test_training_killed_at_every_file_operation(here, trainer):
     words, whole, said, operations = trainer
-    for n in range(1, operations + 1):
-        folder = here / f"killed{n}"
-        assert child([*words, "--out", folder.name], folder, n)[0] == -signal.SIGKILL
-        code, again, _ = child([*words, "--out", folder.name], folder)
-        assert code == 0 and printed(again) == printed(said), (n, again)
-        assert outcome(folder) == outcome(whole), n
-        shutil.rmtree(folder)
+    for folder, again in killed_and_resumed(lambda folder: [*words, "--out", folder.name], here, operations):
+        assert printed(again) == printed(said) and outcome(folder) == outcome(whole), (folder, again)
 
 
 def test_a_hundred_damaged_files_of_a_training_change_no_number(here, trainer):

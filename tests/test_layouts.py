@@ -14,7 +14,7 @@ from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_mod
 from longhorn_kit.lab import checkpoint, images as lab_images, training, vision as lab_vision, vision_training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
-from longhorn_kit.lab.images import DigitImages
+from longhorn_kit.lab.images import digit_images
 from longhorn_kit.lab.language import whole_model
 from longhorn_kit.lab.processes import make_accelerator, only_run_in, see_folder
 from longhorn_kit.lab.recipe import evaluate
@@ -76,7 +76,7 @@ def images(folder, sharding, stop=None):
     "The same with images, whose order and augmentation no layout changes; without Mixup, whose pairs are of one process."
     accelerator, options = make_accelerator(cpu=True), dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
     config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
-    digits = lambda part: DigitImages(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
+    digits = lambda part: digit_images(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
         model, batches, held_out, notes = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, held_out, accelerator)

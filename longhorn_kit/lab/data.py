@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HELD_OUT', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'file_documents', 'matching_files',
-           'HubDocuments', 'load_documents', 'load_text', 'ByteTokenizer', 'BPETokenizer', 'get_tokenizer',
-           'holds_whole', 'pieces_of', 'split_documents', 'epoch_order', 'Sampler']
+           'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer', 'get_tokenizer', 'holds_whole',
+           'pieces_of', 'Sampler']
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-003
 import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, sys, sysconfig, zlib
@@ -106,12 +106,10 @@ def file_trouble(path):
     "Name the file in the ValueError or OSError of a failed read."
     try:
         yield
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}") from None
-    except OSError as error:
-        if error.errno is None: # from pyarrow: the file, not the disk
-            raise ValueError(f"{path} cannot be decompressed: {error}") from None
-        raise OSError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        if getattr(error, "errno", None):
+            raise OSError(f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be decompressed: {error}") from None # pyarrow raises an OSError
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-027-2
 def text_documents(path):
@@ -149,13 +147,10 @@ def record_documents(records, text_column, source): # records: (place, dict) pai
         if not isinstance(text, str | None):
             raise ValueError(f"{place}: column {column!r} holds a value of type {type(text).__name__}, not text")
         text = (text or "").replace("\0", "").lstrip("\ufeff")
-        if not text.strip():
+        if text.strip():
+            yield place, normalise(text.encode(errors="surrogatepass"), f"{place}: column {column!r}")
+        else:
             skipped += 1
-            continue
-        try:
-            yield place, normalise(text.encode(), place)
-        except UnicodeEncodeError:
-            raise ValueError(f"{place}: column {column!r} is not text: it holds a lone surrogate") from None
     if skipped:
         from tqdm import tqdm
         tqdm.write(f"{source}: {skipped:,} of {total:,} records have no text and were skipped", sys.stderr)
@@ -180,10 +175,7 @@ def json_records(path):
 # %% ../../nbs/lab/30_data.ipynb #30_data-027c-2
 def parquet_records(path, text_column):
     "Yield the rows as (place, dict); ValueError names the file."
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise OSError("the `pyarrow` package is missing: pip install pyarrow") from None
+    from pyarrow import ArrowException, parquet
     try: # both settings read by pages, or memory holds a row group
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         column = found_column(file.schema_arrow.names, text_column, path)
@@ -196,29 +188,23 @@ def parquet_records(path, text_column):
         raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-027e
-RECORDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
 NO_TEXT = (".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .rar .safetensors .tar .tgz .tsv "
            ".xls .xlsx .zip").split()
-
-def file_kind(path):
-    "Return 'text', 'json' or 'parquet'; ValueError for a table or an archive."
-    path = Path(path)
-    ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
-    if ending in NO_TEXT:
-        raise ValueError(f"{path} cannot be read as text; expected a text file, .jsonl or .parquet, "
-                         "or hf:FOLDER for other tables")
-    return RECORDS.get(ending, "text")
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-027e-2
 def file_documents(path, text_column="text"):
     "Yield the documents of one file as (name, text); ValueError or OSError names the file."
-    path, kind, name = Path(path), file_kind(path), None
-    if kind == "text" and text_column != "text":
+    path, name = Path(path), None
+    ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+    if ending in NO_TEXT:
+        raise ValueError(f"{path} cannot be read as text; expected a text file, .jsonl or .parquet, "
+                         "or hf:FOLDER for other tables")
+    if ending not in RECORDS and text_column != "text":
         raise ValueError(f"{path} is plain text and has no column {text_column!r}; expected .jsonl or .parquet")
+    records = parquet_records(path, text_column) if ending == ".parquet" else json_records(path)
     with file_trouble(path):
-        found = text_documents(path) if kind == "text" else record_documents(
-            json_records(path) if kind == "json" else parquet_records(path, text_column), text_column, path)
-        for name, text in found:
+        for name, text in record_documents(records, text_column, path) if ending in RECORDS else text_documents(path):
             yield name, text
     if name is None:
         raise ValueError(f"{path} is empty")
@@ -251,37 +237,29 @@ def hub_name(name): # what follows "hf:"
 class HubDocuments:
     "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
     def __init__(self, name, text_column="text", position=None):
-        try:
-            from datasets import load_dataset
-        except ImportError:
-            raise OSError("sources hf:NAME need the `datasets` package: pip install datasets") from None
+        from datasets import load_dataset
         path, config, split, revision = hub_name(name)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # or it announces every retry
-        options = {"revision": revision} if revision else {}
-        self.name, self.column, self.begin = name, text_column, position or {"row": 0, "stream": None}
-        self.row = self.begin["row"]
+        self.name, self.column, self.start = name, text_column, position or {"row": 0, "stream": None}
+        self.row = self.start["row"]
         with hub_trouble(name):
-            self.rows = load_dataset(path, config, split=split, streaming=True, **options)
-            if self.begin["stream"]:
-                self.rows.load_state_dict(self.begin["stream"])
+            self.rows = load_dataset(path, config, split=split, streaming=True, revision=revision)
+            if self.row:
+                self.rows.load_state_dict(self.start["stream"])
 
     def records(self):
         "Yield the rows as (place, dict)."
         with hub_trouble(self.name):
-            skip = 0 if self.begin["stream"] else self.begin["row"]
-            for row in itertools.islice(self.rows, skip, None):
-                self.row += 1
+            for self.row, row in enumerate(self.rows, self.row + 1):
                 yield f"dataset {self.name!r}, row {self.row - 1}", row
 
     def __iter__(self):
         return record_documents(self.records(), self.column, f"dataset {self.name!r}")
 
     def position(self):
-        "Return where the next row is, with the library's note if it keeps one."
-        if self.row == self.begin["row"]:
-            return self.begin
-        note = self.rows.state_dict() if hasattr(self.rows, "state_dict") else None
-        return {"row": self.row, "stream": note}
+        "Return the number of the next row, and the library's note of it."
+        moved = self.row > self.start["row"]
+        return {"row": self.row, "stream": self.rows.state_dict()} if moved else self.start
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-034
 @contextmanager
@@ -320,20 +298,15 @@ def load_documents(source, text_column="text", position=None): # source: as for 
     files = ["stdlib"] if source == "stdlib" else matching_files(source)
     return FileDocuments(files, text_column, position)
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-037
-def load_text(source, text_column="text"):
-    "Return all documents of a source as one string."
-    return SEPARATOR.join(text for _, text in load_documents(source, text_column))
-
 # %% ../../nbs/lab/30_data.ipynb #30_data-040
 class ByteTokenizer:
     "Text as its UTF-8 bytes; 0 ends a document."
-    name, vocab_size, end = "bytes", 256, 0
+    name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
     sizes = np.ones(256, np.int64) # bytes of text that each token stands for
 
     def encode(self, text):
         "Return token ids (M,) uint8."
-        return np.frombuffer(text.encode(), dtype=np.uint8)
+        return np.frombuffer(text.encode(), self.dtype)
 
     def decode(self, ids):
         "Return the text; bytes that are not UTF-8 become a replacement character."
@@ -342,13 +315,10 @@ class ByteTokenizer:
 # %% ../../nbs/lab/30_data.ipynb #30_data-041
 class BPETokenizer:
     "GPT-2's byte-pair encoding through tiktoken; 50256 ends a document."
-    vocab_size, end = 50257, 50256
+    name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
 
-    def __init__(self, encoding, place="gpt2"): # place: its name for `get_tokenizer`
-        self.encoding, self.name, self.place = encoding, "gpt2", place
-
-    def __reduce__(self): # a process that is started with it looks it up again
-        return get_tokenizer, (self.place,)
+    def __init__(self, encoding):
+        self.encoding = encoding
 
     @cached_property
     def sizes(self):
@@ -360,7 +330,7 @@ class BPETokenizer:
 
     def encode(self, text):
         "Return token ids (M,) uint16; a written <|endoftext|> is text, not a token."
-        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def decode(self, ids):
         "Return the text; ids past the vocabulary, a model's padding, are left out."
@@ -372,6 +342,7 @@ def gpt2_from_folder(folder):
     "Return GPT-2's Encoding from encoder.json and vocab.bpe; OSError or ValueError."
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
     files = [Path(folder).expanduser() / name for name in ("vocab.bpe", "encoder.json")]
     for file in files:
         if not file.is_file():
@@ -382,14 +353,11 @@ def gpt2_from_folder(folder):
         if max(ranks.values()) >= BPETokenizer.end:
             raise ValueError(f"token {max(ranks.values())} is beyond GPT-2's vocabulary")
         special = {"<|endoftext|>": BPETokenizer.end}
-        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
     except (AssertionError, AttributeError, ValueError, KeyError) as error:
         kind = type(error).__name__
         raise ValueError(f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
                          "copy both again from where they come from") from None
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-043
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 # %% ../../nbs/lab/30_data.ipynb #30_data-044
 @lru_cache(maxsize=4)
@@ -398,7 +366,7 @@ def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("gpt2:"):
-        return BPETokenizer(gpt2_from_folder(name[5:]), name)
+        return BPETokenizer(gpt2_from_folder(name[5:]))
     if name != "gpt2":
         raise ValueError(f"unknown tokenizer {name!r}; there are bytes, gpt2 and gpt2:FOLDER")
     import tiktoken
@@ -424,21 +392,6 @@ def pieces_of(name, text, whole, fraction=HELD_OUT, by_name=False, part=None): #
     cut = text.find("\n", cut) + 1 or cut
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
 
-# %% ../../nbs/lab/30_data.ipynb #30_data-058
-def split_documents(documents, fraction=HELD_OUT, by_name=False):
-    "Yield the documents as (part, text)."
-    documents = iter(documents)
-    first = list(itertools.islice(documents, 1000))
-    whole = holds_whole(first, fraction, by_name)
-    for name, text in itertools.chain(first, documents):
-        yield from pieces_of(name, text, whole, fraction, by_name)
-
-# %% ../../nbs/lab/30_data.ipynb #30_data-104
-def epoch_order(seed, epoch, windows, spare): # windows: n; spare: tokens left over
-    "Return (order (n,) of the windows, start of the first) in an epoch."
-    rng = np.random.default_rng([seed, epoch])
-    return rng.permutation(windows), int(rng.integers(spare + 1))
-
 # %% ../../nbs/lab/30_data.ipynb #30_data-107
 class Sampler:
     "Draw batches of windows in an order set by the seed; every window once per epoch."
@@ -460,8 +413,8 @@ class Sampler:
         "Return the first token of a window, counted over all epochs."
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
-            self.order, self.shift = epoch_order(self.seed, epoch, self.windows, self.spare)
-            self.epoch = epoch
+            rng, self.epoch = np.random.default_rng([self.seed, epoch]), epoch
+            self.order, self.shift = rng.permutation(self.windows), int(rng.integers(self.spare + 1))
         return self.shift + self.context * int(self.order[place])
 
     def next_batch(self):

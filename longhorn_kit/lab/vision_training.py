@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FromEpochs', 'VISION_PRESETS', 'VisionConfig', 'VisionPreset', 'vision_config', 'with_steps', 'Classifier',
-           'validate', 'weights_of', 'with_weights', 'make_model', 'save_model', 'check_same_images', 'measure',
-           'run_parts', 'train_vision', 'eval_vision', 'check_classes']
+           'validate', 'weights_of', 'with_weights', 'make_model', 'run_parts', 'train_vision', 'eval_vision',
+           'check_classes']
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-003
 import math, zlib
@@ -26,7 +26,7 @@ from .recipe import LossOnly, Recipe
 from .training import train
 from .use import model_folder
 from ..models.vision import timm
-from ..records import atomic_folder, check_folder, check_ranges, read_json, read_record
+from ..records import atomic_folder, check_folder, check_ranges, check_same_settings, read_json, read_record
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-004
 from timm.data import Mixup, resolve_data_config
@@ -221,14 +221,10 @@ def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Pa
             save_for_hf(whole, partial, model_config={"label_names": classes}, safe_serialization=True)
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-024
-def check_same_images(folder: Path, notes: dict, data: str):
-    "Raise ValueError if the folder's run has other images."
-    if all((folder / name).exists() for name in (*notes, "config.json")):
-        known, ours = read_record(folder / "images.json"), notes["images.json"]
-        if any(known[name] != ours[name] for name in ours):
-            raise ValueError(f"{folder} holds a run with {len(known['classes'])} classes and {known['train']} training "
-                             f"images; {data} has {len(ours['classes'])} and {ours['train']}, or other names; use "
-                             "another folder or delete it")
+def facts_of(images: dict) -> dict: # as in images.json
+    "Return the facts in which the images of two runs are compared."
+    names = zlib.crc32(repr(list(images["classes"])).encode())
+    return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
 
 def measure(batches: ImageBatches, held_out: Images, accelerator):
     "Return the function of a `Classifier` that `train` calls after every epoch."
@@ -240,18 +236,18 @@ def measure(batches: ImageBatches, held_out: Images, accelerator):
     return metrics
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-025
-def run_parts(config: VisionConfig, out: Path, accelerator) -> tuple: # classifier, sampler, held-out images, notes
+def run_parts(config: VisionConfig, out: Path, accelerator) -> tuple: # classifier, sampler, held-out images, facts
     "Return what `train` takes; ValueError or OSError says what is wrong with settings or images."
     train_reader, reader = open_data(config.data)
     config, classes = with_steps(config, len(train_reader)), list(train_reader.classes)
-    notes = {"images.json": {"train": len(train_reader), "held_out": len(reader), "classes": classes}}
-    if accelerator.is_main_process:
-        check_same_images(out, notes, config.data)
+    images = {"train": len(train_reader), "held_out": len(reader), "classes": classes}
+    if accelerator.is_main_process and all((out / name).exists() for name in ("images.json", "config.json")):
+        check_same_settings(out, facts_of(read_record(out / "images.json")), facts_of(images), images)
     model = make_model(config, len(classes), start=not checkpoints(out))
     augment, plain, mode = transforms(config, model.pretrained_cfg)
     batches = ImageBatches(Augmented(train_reader, augment, mode, config), config, accelerator.process_index,
                            accelerator.num_processes)
-    return Classifier(model, config, len(classes)), batches, Images(reader, plain, mode), notes
+    return Classifier(model, config, len(classes)), batches, Images(reader, plain, mode), images
 
 def train_vision(
     preset: str,         # a key of `VISION_PRESETS`
@@ -263,15 +259,13 @@ def train_vision(
     with together():
         config = vision_config(preset, **overrides)
         accelerator = make_accelerator(config.cpu, config.precision)
-        model, batches, held_out, notes = run_parts(config, Path(out), accelerator)
-    config, classes = batches.config, notes["images.json"]["classes"]
-    same = notes["images.json"] | {"classes": f"{len(classes)} {zlib.crc32(repr(classes).encode()):x}"}
+        model, batches, held_out, images = run_parts(config, Path(out), accelerator)
     try:
-        found = train(model, batches, measure(batches, held_out, accelerator), config, out, quiet=quiet, same=same,
-                      beside=notes)
+        found = train(model, batches, measure(batches, held_out, accelerator), batches.config, out, quiet=quiet,
+                      same=facts_of(images), beside={"images.json": images})
     finally:
         batches.loader = None # ends the processes that load images
-    save_model(model.model, config, classes, Path(out) / "model")
+    save_model(model.model, batches.config, images["classes"], Path(out) / "model")
     return found
 
 # %% ../../nbs/lab/37_vision_training.ipynb #37_vision_training-030
