@@ -270,9 +270,9 @@ class Corpus:
     train: np.ndarray # (M,) tokens to train on
     val: np.ndarray   # (M,) held-out tokens
 
-    def bits_per_byte(self, nats, part="val"): # nats: per token
+    def bits_per_byte(self, nats): # nats: per held-out token
         "Return a loss in bits per byte, comparable between tokenizers."
-        return nats / math.log(2) * self.index[part]["tokens"] / self.index[part]["bytes"]
+        return nats / math.log(2) * self.index["val"]["tokens"] / self.index["val"]["bytes"]
 
 # %% ../../nbs/lab/30_corpus.ipynb #30_corpus-027
 def tokenizer_hash(tokenizer):

@@ -281,8 +281,7 @@ class FileDocuments:
     def __iter__(self):
         for file in self.files[self.file:]:
             found = embedded_documents() if file == "stdlib" else file_documents(file, self.column)
-            for document in itertools.islice(found, self.document, None):
-                self.document += 1
+            for self.document, document in enumerate(itertools.islice(found, self.document, None), self.document + 1):
                 yield document
             self.file, self.document = self.file + 1, 0
 

@@ -157,15 +157,15 @@ class Images(Dataset):
         return [self[i] for i in places], time.perf_counter() - started
 
 # %% ../../nbs/lab/37_images.ipynb #37_images-017
-def count_broken(images: Images, mine, most: int = 5) -> int: # mine: numbers of broken images
+def count_broken(images: Images, mine) -> int: # mine: numbers of broken images
     "Combine the broken images of all processes, print the first new names, and count all so far."
     found = images.broken.union(*gathered(set(mine)))
     new = sorted(found - images.broken) if is_main_process() else []
-    for i in new[:most]:
+    for i in new[:5]:
         name = without_machine_paths(images.reader.filename(i, absolute=True))
         print(f"longhorn: warning: cannot read {name}; skipped", file=sys.stderr)
-    if len(new) > most:
-        print(f"longhorn: warning: and {len(new) - most} more images", file=sys.stderr)
+    if len(new) > 5:
+        print(f"longhorn: warning: and {len(new) - 5} more images", file=sys.stderr)
     images.broken = found
     return len(found)
 
