@@ -181,8 +181,8 @@ DEATHS = [ # function, call, before or after its work
     (corpus, "discard", -2, True), (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)] # at the end
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
-def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind, tokens", [("text", None), ("jsonl", None), ("parquet", None), ("hub", None), ("text", 33_000)])
+def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, monkeypatch, kind, tokens):
     source, seen = sources(tmp_path)[kind], []
     cache, die = tmp_path / "cache", lambda: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
     for owner, name, call, before in DEATHS:
@@ -191,27 +191,16 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, mon
                 patch.setattr(corpus, "discard", lambda path: die() if path.name == "state.json" else os.system(f"rm -rf {path}"))
             else:
                 at_call(patch, owner, name, call, die, before)
-            codes = in_processes(lambda results, _: results.put(bool(prepare(source, cache=cache, workers=1))), 0)[1]
+            codes = in_processes(lambda results, _: results.put(bool(prepare(source, cache=cache, tokens=tokens, workers=1))), 0)[1]
         assert codes == [-signal.SIGKILL], name
         seen += [read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")]
         assert len(list(cache.glob("[!.]*/index.json"))) == ((name, before) == ("put_in_place", False))
     assert len(set(seen)) > 4 and seen == sorted(seen)  # it went on, and not from the beginning
-    found = prepare(source, cache=cache)
-    assert bytes_of(found) == expected(str(tmp_path / "a.txt")) and list(cache.iterdir()) == [found.folder]
-    whole = prepare(source, cache=tmp_path / "whole")
+    found, whole = (prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole"))
+    assert list(cache.iterdir()) == [found.folder] and bytes_of(found) == bytes_of(whole)
+    assert bytes_of(whole) == expected(str(tmp_path / "a.txt")) if tokens is None else tokens <= len(whole.train) < tokens + 300
     assert found.index == whole.index and {path.name for path in found.folder.iterdir()} == {
         "train.bin", "val.bin", "index.json", "checked.json"}
-
-
-def test_a_target_of_tokens_is_kept_over_a_kill(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.txt", 300)
-    whole = bytes_of(prepare(source, cache=tmp_path / "whole", tokens=9000))
-    killed = lambda results, cache: results.put(bool(prepare(source, cache=cache, tokens=9000, workers=1)))
-    for call in range(3):
-        with monkeypatch.context() as patch:
-            at_call(patch, corpus, "write_record", call, lambda: os.kill(os.getpid(), signal.SIGKILL), before=False)
-            assert in_processes(killed, tmp_path / str(call))[1] == [-signal.SIGKILL]
-        assert bytes_of(prepare(source, cache=tmp_path / str(call), tokens=9000)) == whole
 
 
 def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch):
