@@ -368,7 +368,6 @@ def prepare(
     text_column="text", # column of records; "text" also finds "content"
 ):
     "Return the `Corpus` of a source, prepared if it is not in the cache; resumes if interrupted."
-    from joblib import cpu_count # as far as this process may use them
     bins = bin_files(source, held_out)
     check_settings(fraction if held_out is None else HELD_OUT, bins, limit=limit, tokens=tokens, workers=workers)
     encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
@@ -390,5 +389,6 @@ def prepare(
     if bins:
         return open_bins(bins, folder, encoder, about, fraction)
     if not (folder / "index.json").exists():
+        from joblib import cpu_count # those that this process may use
         make_corpus(folder, known, stages, encoder, about, workers or cpu_count())
     return open_corpus(folder, encoder)
