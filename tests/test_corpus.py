@@ -178,7 +178,8 @@ DEATHS = [ # function, call, before or after its work
     (corpus, "write_piece", 2, True), (corpus.Preparation, "save", 2, True), # a piece is read; appended
     (corpus, "write_record", 2, True), (corpus, "write_record", 2, False),   # on the disk but for the state; with it
     (corpus.Preparation, "cut_back", 1, False),                              # while resuming
-    (corpus, "discard", -2, True), (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)] # at the end
+    (corpus, "write_index", 0, False), (corpus, "discard", -2, True), # at the end
+    (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)]
 
 
 @pytest.mark.parametrize("kind, tokens", [("text", None), ("jsonl", None), ("parquet", None), ("hub", None), ("text", 33_000)])
