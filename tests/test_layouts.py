@@ -78,9 +78,9 @@ def images(folder, sharding, stop=None):
     config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
     digits = lambda part: digit_images(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
-        model, batches, held_out, notes = vision_training.run_parts(config, folder, accelerator)
+        model, batches, held_out, about = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, held_out, accelerator)
-    train(model, failing(batches, stop), validate, batches.config, folder, quiet=True, beside=notes)
+    train(model, failing(batches, stop), validate, batches.config, folder, quiet=True, beside={"images.json": about})
 
 
 KINDS = {"language": language, "images": images}
