@@ -396,8 +396,8 @@ def train(
         with peers_watched(count, run.where), own_random_state(config.seed), noted_stop() as stop:
             if run.folder:
                 resume_run(run)
-                run.accelerator.wait_for_everyone()
-                record_attempt(run, beside or {})
+                with together(): # or the others would wait for one that cannot write
+                    record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)
             with bar, run.saving:
