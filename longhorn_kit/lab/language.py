@@ -24,7 +24,7 @@ from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from .run import Experiment, Results
 from .processes import TrainingDiverged, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
-from .training import MAY_CHANGE, train
+from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
@@ -237,7 +237,7 @@ def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> d
             "fraction": preset.fraction if own or source == preset.data else HELD_OUT}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-033
-SPEED = MAY_CHANGE - {"eval_every"} # fields of a recipe that no result depends on
+SPEED = TrainConfig.may_change - {"eval_every"} # fields of a recipe that no result depends on
 SIZES = ("d_model", "n_layer", "dropout", "held_out", "pad_vocab", "sizes")
 
 def jobs(config: Language, results: Results):

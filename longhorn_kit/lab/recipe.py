@@ -48,7 +48,9 @@ class Recipe:
     keep: int = 2              # checkpoints to keep
 
     unit = "images" # what a step's size is counted in
-    may_change = frozenset() # more fields that a resumed run may change
+    may_change = frozenset( # when a run resumes: no result depends on them
+        "eval_every log_every save_every save_seconds keep accumulate cpu compile sharding checkpoint_blocks "
+        "async_save".split())
 
     def __post_init__(self):
         check_recipe(self)
@@ -81,6 +83,7 @@ class TrainConfig(Recipe):
     reset_documents: bool = False # start every document with an empty state
 
     unit = "tokens"
+    may_change = Recipe.may_change | {"loss_chunk"}
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,6 +154,13 @@ def own_random_state(seed=0):
         torch.manual_seed(seed)
         yield
     np.random.set_state(before[0]), random.setstate(before[1])
+
+def seed_all(*numbers):
+    "Seed the generators of Python, numpy and torch from whole numbers."
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 # %% ../../nbs/lab/31_recipe.ipynb #31_recipe-022
 @torch.no_grad()

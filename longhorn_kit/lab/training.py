@@ -6,11 +6,10 @@
 __all__ = ['train']
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-003
-import hashlib, math, random, socket, sys, time, uuid
+import hashlib, math, socket, sys, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-import numpy as np
 import torch
 from torch import nn
 from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
@@ -20,7 +19,7 @@ from .processes import (
     peers_watched, see_folder, shard, sharding_of, together)
 from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, own_random_state,
-    parameter_groups, set_lr, softmax_gap)
+    parameter_groups, seed_all, set_lr, softmax_gap)
 from longhorn_kit.records import (
     append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
     write_record)
@@ -91,13 +90,6 @@ def next_batch(run):
         return [part.to(device) for part in batch]
     return [part.contiguous().pin_memory().to(device, non_blocking=True) for part in batch]
 
-def seed_step(run):
-    "Seed the generators of torch, numpy and Python for this step and process."
-    seed = np.random.SeedSequence((run.config.seed, run.step, run.accelerator.process_index)).generate_state(1)[0]
-    torch.manual_seed(int(seed))
-    np.random.seed(seed)
-    random.seed(int(seed))
-
 # %% ../../nbs/lab/31_training.ipynb #31_training-018
 def read_later(numbers):
     "Return a function that fetches the numbers without waiting for later work."
@@ -123,7 +115,7 @@ def part_weights(parts, accelerator, votes=()): # targets (b,T) of each part; vo
 def train_step(run):
     "Take one optimiser step; metrics go to `run.pending`, votes to `run.heard`."
     config, accelerator, losses = run.config, run.accelerator, []
-    seed_step(run)
+    seed_all(config.seed, run.step, accelerator.process_index)
     set_lr(run.optimizer, rate := learning_rate(run.step + 1, config))
     batches = [next_batch(run) for _ in range(config.accumulate)]
     weights, run.heard = part_weights([batch[-1] for batch in batches], accelerator, run.votes)
@@ -205,10 +197,6 @@ def resume_run(run):
     if run.checkpoints:
         raise ValueError(f"every checkpoint in {run.folder / 'checkpoints'} is damaged ({problem}); "
                          f"delete the folder {run.folder} to begin again")
-
-# %% ../../nbs/lab/31_training.ipynb #31_training-025
-MAY_CHANGE = set("eval_every log_every save_every save_seconds keep accumulate cpu compile loss_chunk sharding "
-                 "checkpoint_blocks async_save".split())
 
 # %% ../../nbs/lab/31_training.ipynb #31_training-026
 def engine(run):
@@ -305,7 +293,7 @@ def take_folder(run, held, brief): # held, brief: ExitStacks of the run and of i
     if (run.folder / "config.json").exists():
         run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
         before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # missing in old runs
-        fixed = sorted(set(ours) - MAY_CHANGE - run.config.may_change)
+        fixed = sorted(set(ours) - run.config.may_change)
         check_same_settings(run.folder, before | run.known["config"], ours, fixed)
     tidy(run.folder, run.config.keep)
     for left in run.folder.glob(".start-*"): # of a start that was killed

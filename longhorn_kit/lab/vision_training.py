@@ -69,7 +69,7 @@ class VisionConfig(Recipe):
     warmup: FromEpochs = 0       # of the warm-up epochs
     eval_every: FromEpochs = 1   # of an epoch
 
-    may_change = frozenset(("data", "workers")) # when a run resumes
+    may_change = Recipe.may_change | {"data", "workers"}
 
     def __post_init__(self):
         super().__post_init__()
