@@ -21,8 +21,8 @@ WORK = HERE / "_build" # pages as Sphinx reads them, notebooks for Colab, and wh
 sys.path.insert(0, str(HERE))
 import api  # noqa: E402
 
-PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab"}
-REFERENCE = ("map", "cli", "glossary", "references", "api", "plots", "compat")
+PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab", "machine": "For contributors"}
+REFERENCE = ("map", "glossary", "references", "api")
 DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")

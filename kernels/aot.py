@@ -36,7 +36,7 @@ TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_
          "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
-SELECTIVE = ("s6", "s6_timed", "decoupled")   # run by the fast kernels of the diagonal form
+SELECTIVE = ("s6", "s6_time_varying", "decoupled")   # run by the fast kernels of the diagonal form
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
@@ -185,7 +185,7 @@ def tool(*args):
 def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, keys=None, form="diagonal", z=True, state=True, packed=None):
     "Arguments of a scan on the meta device; `packed`: number of sequences, with B = 1."
     new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
-    A = dict(s6=new(D, N, like=torch.float32), s6_timed=new(B, T, N)).get(form)
+    A = dict(s6=new(D, N, like=torch.float32), s6_time_varying=new(B, T, N)).get(form)
     return dict(q=new(B, T, N, like=keys or dtype), k=new(B, T, N, like=keys or dtype), x=new(B, T, D), b=new(B, T, D),
                 bias=new(D, like=torch.float32), skip=new(D, like=torch.float32), z=new(B, T, D) if z else None, A=A,
                 initial_state=new(packed or B, D, N, like=torch.float32) if state else None,
@@ -236,12 +236,12 @@ def fast_launches(form, packed=None, backward=True, **shape):
 def cases(what):
     "(name, launches) of everything to compile."
     if what in ("portable", "all"):
-        for form in ("diagonal", "exact", "decoupled", "s6", "s6_timed"):
+        for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
             yield f"{form} N=16", portable_launches(form)
         for form in ("diagonal", "exact"):
             yield f"{form} N=64", portable_launches(form, N=64)
             yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
-        for form in ("decoupled", "s6", "s6_timed"):
+        for form in ("decoupled", "s6", "s6_time_varying"):
             yield f"{form} N=64", portable_launches(form, N=64)
         for form in ("diagonal", "exact", "s6"):
             yield f"{form} N=16 small", portable_launches(form, checkpoint_every=64)   # the backward rebuilds states: mode 3

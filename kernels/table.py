@@ -12,12 +12,12 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SCANS = (   # form, kernels in the record, name, notebook, module, runs on
     ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),
     ("diagonal", "diagonal", "diagonal, Gluon", "13_triton_diagonal", "triton_diagonal", "NVIDIA, sm_80 on"),
-    ("decoupled", "decoupled", "decoupled, Gluon", "22_triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
-    ("s6", "s6", "Mamba's S6, Gluon", "22_triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
-    ("exact", "portable", "exact, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("diagonal", "portable", "diagonal, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("decoupled", "portable", "decoupled, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("s6", "portable", "Mamba's S6, portable", "17_triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("decoupled", "decoupled", "decoupled, Gluon", "triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
+    ("s6", "s6", "Mamba's S6, Gluon", "triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
+    ("exact", "portable", "exact, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("diagonal", "portable", "diagonal, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("decoupled", "portable", "decoupled, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
+    ("s6", "portable", "Mamba's S6, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
 )
 TORCH = (
     ("loop, diagonal", "loop (the oracle)", "10_reference", "reference"),
@@ -35,7 +35,8 @@ def shares(row):
 
 
 def linked(notebook):
-    return f"[{notebook}](../nbs/scan/{notebook}.ipynb)"
+    folder = "scan" if notebook[:2].isdigit() else "machine"
+    return f"[{notebook}](../nbs/{folder}/{notebook}.ipynb)"
 
 
 def gpu_table(record):
@@ -56,7 +57,7 @@ def gpu_table(record):
     convolution = {r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"}
     if convolution:
         share = " / ".join(f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward"))
-        lines.append(f"| short convolution and SiLU | {linked('20_triton_conv')} | `triton_conv` | any GPU, interpreter | "
+        lines.append(f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, interpreter | "
                      + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3")) + f" | {share} |")
     steps = [r for r in record["rows"] if r.get("kind") == "decode"]
     if steps:

@@ -56,7 +56,7 @@ def group(name):
     if BIG.search(name):
         return "big"
     function, _, parameters = name.partition("[")
-    words = set(re.findall(r"[a-z0-9_]+", parameters)) & {"portable", "diagonal", "exact", "decoupled", "s6", "s6_timed", "timed"}
+    words = set(re.findall(r"[a-z0-9_]+", parameters)) & {"portable", "diagonal", "exact", "decoupled", "s6", "s6_time_varying", "timed"}
     return " ".join([function.partition("::")[0] if SHARED.search(function) else function, *sorted(words)])
 
 

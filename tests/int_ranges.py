@@ -142,9 +142,9 @@ def launches(aot):
     wide, long, packed = dict(B=2048, T=8192, D=8192), dict(B=1, T=2**26, D=2048), dict(B=1, T=2**24, D=8192, packed=8)
     for name, shape in dict(wide=wide, long=long, packed=packed).items():
         sequences, T = shape.get("packed") or shape["B"], shape["T"]
-        for form in ("diagonal", "exact", "decoupled", "s6", "s6_timed"):
+        for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
             yield f"fast {form} {name}", aot.fast_launches(form, **shape), sequences, T
-        for form in ("diagonal", "exact", "s6_timed"):
+        for form in ("diagonal", "exact", "s6_time_varying"):
             yield f"portable {form} {name}", aot.portable_launches(form, **shape), sequences, T
         new = lambda *s, like=torch.bfloat16: torch.empty(s, device="meta", dtype=like)
         x, w = new(shape["B"], T, shape["D"]), new(shape["D"], 4)

@@ -19,7 +19,7 @@ def inputs(B, T, D, N, form="diagonal", dtype=torch.float32, z=True, state=True,
     rates = lambda *s: -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
     n = B if sequences is None else sequences
     a = dict(q=new(B, T, N).to(dtype), k=(new(B, T, N) * key_scale).to(dtype), x=new(B, T, D).to(dtype),
-             b=new(B, T, 1 if scalar else D).to(dtype), A=dict(s6=rates(D, N), s6_timed=rates(B, T, N).to(dtype)).get(form),
+             b=new(B, T, 1 if scalar else D).to(dtype), A=dict(s6=rates(D, N), s6_time_varying=rates(B, T, N).to(dtype)).get(form),
              b_bias=new(D) if bias else None, D_skip=new(D) if skip else None, z=new(B, T, D).to(dtype) if z else None,
              initial_state=new(n, D, N) if state else None)
     return a, new(B, T, D).to(dtype), new(n, D, N)

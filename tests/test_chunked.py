@@ -118,7 +118,7 @@ def test_no_second_derivative_is_taken_for_zero(form):
 def opaque_inputs(form, packed, B=2):
     B, T, D, N = (1 if packed else B), 37, 5, 4
     torch.manual_seed(0)
-    A = dict(s6=(D, N), s6_timed=(B, T, N)).get(form)
+    A = dict(s6=(D, N), s6_time_varying=(B, T, N)).get(form)
     tensors = [*(torch.randn(B, T, width) for width in (N, N, D, D)), None if A is None else -torch.rand(A), torch.randn(3 if packed else B, D, N)]
     return [t if t is None else t.requires_grad_() for t in tensors]
 

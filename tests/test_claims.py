@@ -103,7 +103,7 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
 
 def run(mixer, seed, losses, tokens=(10, 20, 40), **more):
     return dict(mixer=mixer, seed=seed, tokens=tokens[-1], parameters=5e6, model=dict(d_mlp=0), state_numbers=2000,
-                held_out=dict(tokens=list(tokens), all=list(losses))) | more
+                val=dict(tokens=list(tokens), all=list(losses))) | more
 
 
 def grid_record(*runs, unique=20):
@@ -138,10 +138,10 @@ def test_lengths_tell_texts_apart_from_seeds():
 
 
 def test_needles_are_compared_at_the_longest_text_after_lessons():
-    model = lambda mixer, last: {"mixer": mixer, "needles": {"fact, taught": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
+    model = lambda mixer, last: {"mixer": mixer, "needles": {"fact, finetuned": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
                                                              "fact": {"once": {"length": [64], "written": [[0]]}}}}
     found, = compare.compare_needles({"results": {"models": [model("longhorn", 1), model("mamba", 0)]}})
-    assert (found.label, found.differences) == ("fact, taught, 128 tokens: diagonal above Mamba", (50,))
+    assert (found.label, found.differences) == ("fact, finetuned, 128 tokens: diagonal above Mamba", (50,))
 
 
 def test_state_numbers_of_the_records_are_those_of_the_models():

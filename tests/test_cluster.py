@@ -161,7 +161,7 @@ def at_toy_size(block, node):
     "The same command with two processes, a model of a few weights and folders that exist."
     for pattern, ours in {
             r"--nproc-per-node 8": "--nproc-per-node 2", r"--preset owt-\S+": f"--preset laptop {SMALL} --steps 4 --data text.txt",
-            r"--accumulate 5": "--accumulate 1", r"hf:Skylion007/openwebtext": "text.txt", r"--tokenizer gpt2 --fraction 0.0005 --workers 16": "",
+            r"--gradient_accumulation_steps 5": "--gradient_accumulation_steps 1", r"hf:Skylion007/openwebtext": "text.txt", r"--tokenizer gpt2 --fraction 0.0005 --workers 16": "",
             r"/(shared|disk)": str(node), r"\$first:29500": f"localhost:{free_port()}", r"--save-seconds 300": "--save-seconds 0",
             r"--preset imagenet-vim-tiny --data \S+": "--preset digits --epochs 1 --batch-size 128",
             r"--scale gpu": "--scale laptop", r"--slurm slurm_partition=gpu gpus_per_node=1": "--slurm cluster=local", r"reproduce mqar": "reproduce recall",

@@ -65,7 +65,7 @@ def at_call(monkeypatch, owner, name, call, what, before=True):
 def interrupted(monkeypatch, call, source, **options):
     "Press ctrl-C before a preparation saves its state for that time."
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, corpus.Preparation, "save", call, lambda: signal.raise_signal(signal.SIGINT))
+        at_call(patch, corpus.CorpusBuilder, "save", call, lambda: signal.raise_signal(signal.SIGINT))
         prepare(source, **options)
 
 
@@ -100,7 +100,7 @@ def test_limits_and_a_named_held_out_part(tmp_path):
     assert bytes(whole.train[len(some.train):]).startswith(rest[0].encode())  # it stopped before a training document
     limited = prepare(source, cache=tmp_path, limit=150)
     assert limited.index["train"]["documents"] + limited.index["val"]["documents"] == 150
-    both = prepare(source, cache=tmp_path, held_out=other, limit=7)
+    both = prepare(source, cache=tmp_path, val=other, limit=7)
     assert bytes(both.train) == "".join(text + "\0" for text in documents(7)).encode()
     assert bytes(both.val) == "".join(text + "\0" for text in documents(20)).encode()
 
@@ -175,9 +175,9 @@ def sources(folder):
 
 
 DEATHS = [ # function, call, before or after its work
-    (corpus, "write_piece", 2, True), (corpus.Preparation, "save", 2, True), # a piece is read; appended
+    (corpus, "write_piece", 2, True), (corpus.CorpusBuilder, "save", 2, True), # a piece is read; appended
     (corpus, "write_record", 2, True), (corpus, "write_record", 2, False),   # on the disk but for the state; with it
-    (corpus.Preparation, "cut_back", 1, False),                              # while resuming
+    (corpus.CorpusBuilder, "cut_back", 1, False),                              # while resuming
     (corpus, "write_index", 0, False), (corpus, "discard", -2, True), # at the end
     (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)]
 
@@ -261,7 +261,7 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
     whole = prepare("hf:owner/books", cache=tmp_path / "whole", workers=2)
     with monkeypatch.context() as patch, pytest.raises(OSError, match=says) as caught:
         if what == "disk":
-            at_call(patch, corpus.Preparation, "add", 1, full)
+            at_call(patch, corpus.CorpusBuilder, "add", 1, full)
         elif what == "network":
             patch.setattr(datasets.IterableDataset, "__iter__", torn)
         else:
@@ -358,7 +358,7 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
     records = write_records(tmp_path / "a.jsonl", text=documents(150), body=documents(150, 9))
     folders += [prepare(records, cache=tmp_path / "cache", text_column=column).folder for column in ("text", "body")]
     assert len(set(folders)) == 8 and prepare(source, cache=tmp_path / "cache").folder == folders[5]
-    at_call(monkeypatch, corpus.Preparation, "save", 1, lambda: write(tmp_path / "a.txt", 152))
+    at_call(monkeypatch, corpus.CorpusBuilder, "save", 1, lambda: write(tmp_path / "a.txt", 152))
     with pytest.raises(ValueError, match="a.txt' changed while it was read; start again"):
         prepare(source, cache=tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())
@@ -457,7 +457,7 @@ def test_a_bad_bin_is_named(tmp_path):
     path = tmp_path / "nano" / "train.bin"
     cases = [([1, 2, 300, 4], {}, "holds token 300, but the tokenizer bytes has 256; name the tokenizer"),
              ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
-             ([1, 2, 3, 4], {"held_out": "stdlib"}, "the held-out part of .* should be a .bin file too")]
+             ([1, 2, 3, 4], {"val": "stdlib"}, "the held-out part of .* should be a .bin file too")]
     for ids, options, says in cases:
         with pytest.raises(ValueError, match=f"{says}") as caught:
             prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)

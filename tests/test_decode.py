@@ -12,7 +12,7 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
 
-RULES = (*FORMS, "s6", "s6_timed")
+RULES = (*FORMS, "s6", "s6_time_varying")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 BACKENDS = ("reference", "triton")
 
@@ -21,7 +21,7 @@ def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, see
     "Arguments with a time axis of T steps, by name."
     gen = torch.Generator().manual_seed(seed)
     new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
-    A = dict(s6=(D, N), s6_timed=(B, T, N)).get(rule)
+    A = dict(s6=(D, N), s6_time_varying=(B, T, N)).get(rule)
     return dict(q=new(B, T, N).to(dtype), k=(new(B, T, N) / 2).to(dtype), x=new(B, T, D).to(dtype),
                 b=new(B, T, 1 if scalar else D).to(dtype), A=None if A is None else -(new(*A).abs() + 0.1),
                 bias=new(D), skip=new(D), z=new(B, T, D).to(dtype)), new(B, D, N)

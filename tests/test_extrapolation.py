@@ -20,8 +20,8 @@ from longhorn_kit.records import read_record, write_record
 
 BYTES = get_tokenizer("bytes")
 TEXT = np.frombuffer(("The quick sleek fox jumps over the lazy dog; 12345 times. " * 60).encode(), np.uint8)
-TINY = dict(multiples=(1, 2, 4), windows=2, chunk=16, tokens_at_once=64, needles=("passkey",), taught=("fact",), needle_lengths=(96, 128),
-            twice_lengths=(96,), depths=(0.0, 1.0), trials=3, choices=4, teach_lengths=(64, 80), teach_steps=4, teach_rows=2,
+TINY = dict(multiples=(1, 2, 4), windows=2, chunk=16, tokens_at_once=64, needles=("passkey",), finetuned=("fact",), needle_lengths=(96, 128),
+            twice_lengths=(96,), depths=(0.0, 1.0), trials=3, choices=4, finetune_lengths=(64, 80), finetune_steps=4, finetune_rows=2,
             context=16, bf16=False, gpu=False)
 CONFIG = ex.Config(**TINY)
 TEXTS = SimpleNamespace(corpus=SimpleNamespace(tokenizer=BYTES, train=TEXT), domains={"held out": (TEXT, len(TEXT))})
@@ -115,7 +115,7 @@ def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_wr
 
 
 def test_lessons_ask_for_the_answer_alone_and_never_for_a_test_needle():
-    s = replace(CONFIG, teach_lengths=(80, 96), taught=ex.NEEDLES)
+    s = replace(CONFIG, finetune_lengths=(80, 96), finetuned=ex.NEEDLES)
     batches = list(ex.lessons(TEXT, BYTES, s, "cpu"))
     assert len({inputs.shape for inputs, _ in batches}) == 1 # as a CUDA graph needs it
     for step, length, (inputs, targets) in zip(range(4), (80, 80, 96, 96), batches):
@@ -133,12 +133,12 @@ def test_what_is_taught_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch)
     start = lm.embedding.weight.clone()
     with torch.no_grad():
         found = ex.measure(lm, TEXTS, replace(CONFIG, needles=("fact",), bf16=True))
-        (untaught, before), (taught, after) = read
+        (base, before), (finetuned, after) = read
         for reader, logits in read:
             with torch.autocast("cpu", torch.bfloat16):
                 torch.testing.assert_close(reader(tokens), logits, rtol=0, atol=0)
-    assert torch.equal(start, lm.embedding.weight) and not torch.equal(start, taught.embedding.weight) and not taught.training
-    assert math.isfinite(found["lesson_loss"]) and not torch.equal(before, after)
+    assert torch.equal(start, lm.embedding.weight) and not torch.equal(start, finetuned.embedding.weight) and not finetuned.training
+    assert math.isfinite(found["finetune_loss"]) and not torch.equal(before, after)
     wide, narrow = ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"], found["text"]["held out"]["by_length"]["nats"]
     assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
 
@@ -197,4 +197,4 @@ def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
         assert set(known["settings"]) - {"preset"} == fields and known["results"].keys() == record["results"].keys()
         ours, theirs = record["results"]["models"][0], known["results"]["models"][0]
         assert ours.keys() == theirs.keys() and ours["text"]["held out"].keys() == next(iter(theirs["text"].values())).keys()
-        assert all(found["once"].keys() == ours["needles"]["fact, taught"]["once"].keys() for found in theirs["needles"].values())
+        assert all(found["once"].keys() == ours["needles"]["fact, finetuned"]["once"].keys() for found in theirs["needles"].values())

@@ -31,14 +31,14 @@ def collected_in_pytorch(monkeypatch):
         monkeypatch.setattr(module, "_collect", collect)
 
 
-@pytest.mark.parametrize("form", ("diagonal", "s6", "s6_timed"))
+@pytest.mark.parametrize("form", ("diagonal", "s6", "s6_time_varying"))
 def test_sums_over_programs(form):
     "The kernels' own sums against PyTorch's, with states that are only there to fill a block."
     B, T, D, N, slots = 2, 5, 6, 3, 70
     p = next(iter(kernels(form)))(B, T, D, N)
     new = torch.randn
     a = dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), z=None, bias=new(D).double(), skip=new(D),
-             A=dict(s6=new(D, N), s6_timed=new(B, T, N)).get(form))
+             A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form))
     parts = dict(dx=new(B, T, D), db=new(B, T, D), dz=None, dtok=new(11, B * T, p.width * p.NP), dbias=new(slots, D), dskip=new(slots, D),
                  dA=new(slots, D, p.NP) if form == "s6" else None, dinitial=None)
     assert p.NP > N
@@ -50,7 +50,7 @@ def test_sums_over_programs(form):
 
 def kernels(form):
     "Plan, forward and backward."
-    if form in ("s6", "s6_timed", "decoupled"):
+    if form in ("s6", "s6_time_varying", "decoupled"):
         return partial(selective_plan, form), triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
     module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
     return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
@@ -89,7 +89,7 @@ CASES = [
 CASES += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
     dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
     dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
-CASES += [(form, case) for form in ("s6", "s6_timed", "decoupled") for case in (
+CASES += [(form, case) for form in ("s6", "s6_time_varying", "decoupled") for case in (
     dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
     dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
     dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))]
@@ -103,7 +103,7 @@ def test_fast_kernels_are_right(form, case):
     assert not bad
 
 
-@pytest.mark.parametrize("form", ["exact", "diagonal", "decoupled", "s6", "s6_timed"])
+@pytest.mark.parametrize("form", ["exact", "diagonal", "decoupled", "s6", "s6_time_varying"])
 def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     a, dout, _ = inputs(1, 20, 40, 16, form, dtype=BF16, state=False, bias=False, skip=False)
     a["b"][0, 5, 3] = float("nan")

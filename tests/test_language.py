@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, presets, training
 from longhorn_kit.lab.claims import outcomes
-from longhorn_kit.lab.data import HELD_OUT, ByteTokenizer
+from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
 from longhorn_kit.lab.language import (
     EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, held_out_losses, in_order, jobs, new_model, open_texts,
     recipe_of, scale_of, seen_windows, stretches, train_lm, trained_tokenizer, trigram, write_text)
@@ -27,8 +27,8 @@ from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
 from longhorn_kit.models.lm import count_parameters
 
 RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
-TINY = LMPreset("a test", d_model=16, n_layer=2, train=RECIPE, held_out=160)
-TOY = scale_of(replace(TINY, held_out=None, train=replace(RECIPE, batch_size=4, loss_chunk=32)), tokens=1024, evaluations=4,
+TINY = LMPreset("a test", d_model=16, n_layer=2, train=RECIPE, val=160)
+TOY = scale_of(replace(TINY, val=None, train=replace(RECIPE, batch_size=4, loss_chunk=32)), tokens=1024, evaluations=4,
                runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)))
 SMALL = scale_of(TINY, runs=in_order((), (), LAPTOP), baselines=True, sample=12, lengths=(8, 24))
 RECORDS, END = Path(__file__).parent.parent / "nbs/lab/results/language", "\n<|endoftext|>\n"
@@ -89,10 +89,10 @@ def test_the_papers_recipe():
     for name, sizes, steps, lr in (("owt-120m", (128.56, 129.15), 5000, 6e-4), ("owt-350m", (369.97, 371.54), 14000, 3e-4)):
         recipe = LM_PRESETS[name].train
         assert (millions(name, "longhorn"), millions(name, "mamba")) == sizes and recipe.batch_size * recipe.context == 491_520
-        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.lr_final) == (1024, steps, lr, pytest.approx(lr / 10))
+        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.min_lr_ratio) == (1024, steps, lr, pytest.approx(lr / 10))
         assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (steps // 20, 0.1, 0.9, 0.95, 1.0)
-        assert recipe.accumulate % 4 == 0 and recipe.batch_size % recipe.accumulate == 0 # parts are whole on one GPU and on four
-    assert all(text in LM_PRESETS["owt-120m"].about for text in ("3.225", "3.238", "3.247"))
+        assert recipe.gradient_accumulation_steps % 4 == 0 and recipe.batch_size % recipe.gradient_accumulation_steps == 0 # parts are whole on one GPU and on four
+    assert all(text in LM_PRESETS["owt-120m"].description for text in ("3.225", "3.238", "3.247"))
     largest = LM_PRESETS["slimpajama-1.3b"].train
     assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
     assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
@@ -114,7 +114,7 @@ def test_dropout_warmup_and_seed_of_a_preset():
     assert all(share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2) for mixer, share in dropout.items())
     assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
     assert override(small, steps=50).train.warmup == 5 and override(small, steps=50, warmup=20).train.warmup == 20
-    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(small.train.lr_final * small.train.lr, 1e-4)
+    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(small.train.min_lr_ratio * small.train.lr, 1e-4)
     config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
     one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
     assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
@@ -132,7 +132,7 @@ def test_differences_say_what_the_code_does():
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
     assert "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads) in rows["GLA, RetNet and RWKV-5"].ours
     medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
-    rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.lr_final * 1e5:.0f}e-5"
+    rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.min_lr_ratio * 1e5:.0f}e-5"
     assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
@@ -155,7 +155,7 @@ def test_domains_are_measured_apart_and_together(texts):
     assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0" and size == len(tokens)
     assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
     found = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
-    weights, parts = zip(*((len(part) - 1, found[f"held_out/{name}"]) for name, (part, _) in opened.domains.items()))
+    weights, parts = zip(*((len(part) - 1, found[f"val/{name}"]) for name, (part, _) in opened.domains.items()))
     assert found["val_loss"] == pytest.approx(np.average(parts, weights=weights)) and set(opened.domains) == {"docs", "prose"}
     assert list(open_texts(str(Path(texts) / "docs.train.txt")).domains) == ["held out"]
 
@@ -190,12 +190,12 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     shares, prepare, text = [], language.prepare, f"{texts}/docs.train.txt"
     def noted(source, *args, fraction, **options):
         shares.append(fraction)
-        return prepare(text, fraction=HELD_OUT)
+        return prepare(text, fraction=VAL_PART)
     monkeypatch.setattr(language, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
     for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
         train_lm("test", "longhorn", data, tmp_path / str(len(shares)), steps=2, **more)
-    assert shares == [0.0005, 0.0005, HELD_OUT, 0.2]
+    assert shares == [0.0005, 0.0005, VAL_PART, 0.2]
 
 
 @pytest.mark.parametrize("call, match", [
@@ -209,7 +209,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: model_config(override(TINY, sizes="official"), "retnet", 256), "the authors' size of retnet is not available to us; there are: attention, gla"),
     (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
-    (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: accumulate"),
+    (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: async_save"),
     (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
@@ -238,7 +238,7 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
     results, copy = Results(tmp_path), tmp_path / "copy"
     folders = lambda **changes: {results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)}
     same, recipe = folders(), lambda **changes: {"train": replace(TOY.train, **changes)}
-    assert len(same) == 3 and same == folders(**recipe(accumulate=2, loss_chunk=8, log_every=2, compile=True))
+    assert len(same) == 3 and same == folders(**recipe(gradient_accumulation_steps=2, loss_chunk=8, log_every=2, compile=True))
     copy.mkdir()
     for path in Path(texts).iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
@@ -255,7 +255,7 @@ def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path)
     assert record["missing"] == 0 and [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
     assert comparable(record) == comparable(rehearse(TOY, tmp_path, data=texts))
     for asked, row in zip(jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True):
-        curve, place = row["held_out"], Results(folder).job_folder(asked)
+        curve, place = row["val"], Results(folder).job_folder(asked)
         assert curve["tokens"][-1] == row["tokens"] == 1024 and len(curve["all"]) == 4 and row["loss"]["all"] == curve["all"][-1]
         assert SequenceLM.from_pretrained(place / "model").num_parameters() == row["parameters"] and row["state_numbers"] == 64 * row["model"]["d_model"]
         assert trained_tokenizer(place / "model", 256) == "bytes" and not (place / "training" / "checkpoints").exists()

@@ -15,7 +15,7 @@ from longhorn_kit.lab import checkpoint, images as lab_images, training, vision 
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.images import digit_images
-from longhorn_kit.lab.language import whole_model
+from longhorn_kit.lab.language import gather_full_model
 from longhorn_kit.lab.processes import make_accelerator, only_run_in, see_folder
 from longhorn_kit.lab.recipe import evaluate
 from longhorn_kit.lab.training import train
@@ -66,10 +66,10 @@ def failing(sampler, at):
     return sampler
 
 
-def sampled(kind, rows, accumulate=1):
+def sampled(kind, rows, gradient_accumulation_steps=1):
     "A sampler of this process's part of the rows of a step."
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    return kind(TOKENS, CONFIG.context, rows // world // accumulate, CONFIG.seed, rank, world)
+    return kind(TOKENS, CONFIG.context, rows // world // gradient_accumulation_steps, CONFIG.seed, rank, world)
 
 
 def images(folder, sharding, stop=None):
@@ -78,8 +78,8 @@ def images(folder, sharding, stop=None):
     config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
     digits = lambda part: digit_images(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
-        model, batches, held_out, about = vision_training.run_parts(config, folder, accelerator)
-    validate = vision_training.measure(batches, held_out, accelerator)
+        model, batches, val, about = vision_training.run_parts(config, folder, accelerator)
+    validate = vision_training.measure(batches, val, accelerator)
     train(model, failing(batches, stop), validate, batches.config, folder, quiet=True, beside={"images.json": about})
 
 
@@ -150,14 +150,14 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
 
 def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
     model = model(**options or {"dropout": 0.0})
-    tokens = sampled(tokens, 4, changes.get("accumulate", 1)) if callable(tokens) else tokens
+    tokens = sampled(tokens, 4, changes.get("gradient_accumulation_steps", 1)) if callable(tokens) else tokens
     train(model, tokens, VAL, dataclasses.replace(SHORT, **changes), folder, quiet=True)
-    return evaluate(whole_model(model), VAL, 8) if hasattr(model, "config") else None
+    return evaluate(gather_full_model(model), VAL, 8) if hasattr(model, "config") else None
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(accumulate=2, tokens=Masked), dict(async_save=True),
-    dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, accumulate=2),
+    dict(), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
+    dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, gradient_accumulation_steps=2),
     dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
 ])
 def test_two_processes_train_as_one_would(pools, tmp_path, options):
@@ -190,11 +190,11 @@ def other_checkpoint(run, *found):
 
 
 facts_of, changed = training.facts_of, lambda **changes: dict(config=dataclasses.replace(SHORT, **changes))
-DIFFERS, ALL = ("settings", "model", "text", "held_out", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # told of process 1; changed in both
+DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # told of process 1; changed in both
 CASES = dict( # what is changed, and what both processes say
     settings=(changed(log_every=5), "log_every: 5; process 0"), model=(dict(model=8), "model: "),
     text=(dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), "text: 2000 tokens "),
-    held_out=(dict(val=VAL[:-1]), "held-out text: 203 tokens"), short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
+    val=(dict(val=VAL[:-1]), "held-out text: 203 tokens"), short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
     folder=(dict(folder="b/run"), "PATH/b/run on HOST is not the folder of process 0, PATH/a/run on HOST"),
     checkpoint=(dict(folder="known"), "checkpoints: step-00000010 "), same=(dict(same={"mixer": "longhorn"}), "mixer: longhorn; "),
     busy=(dict(folder="busy"), "another process is training in PATH/busy; wait for it, or use another folder"),

@@ -10,7 +10,7 @@ from mambapy.mamba import MambaBlock, MambaConfig
 from test_baselines import rms
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
 from longhorn_kit.models.lm import (
-    count_parameters, document_bounds, load_official_state_dict, match_parameters, official_name, sample_next)
+    count_parameters, document_bounds, load_official_state_dict, match_parameters, official_name, sample)
 
 NAMES = sorted(MIXERS)
 
@@ -224,7 +224,7 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
         mass += weight / sum(weights)
     generator = torch.Generator().manual_seed(0)
     rows = (torch.tensor(logits, dtype=torch.float32) / 4).expand(2000, -1)
-    drawn = sample_next(rows, temperature, k, p, generator)
+    drawn = sample(rows, temperature, k, p, generator)
     assert set(drawn.tolist()) <= set(kept)
     for token, weight in zip(kept, weights):
         share = weight / sum(weights[: len(kept)])
@@ -233,10 +233,10 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
 
 def test_equal_logits_do_not_break_the_settings():
     flat, generator = torch.zeros(500, 6), torch.Generator().manual_seed(0)
-    assert len(sample_next(flat, 1.0, None, 1.0, generator).unique()) == 6
-    assert len(sample_next(flat, 1.0, 2, None, generator).unique()) == 2
-    assert len(sample_next(flat, 1.0, None, 0.5, generator).unique()) == 3
-    assert torch.equal(sample_next(flat, top_k=1), flat.argmax(-1))
+    assert len(sample(flat, 1.0, None, 1.0, generator).unique()) == 6
+    assert len(sample(flat, 1.0, 2, None, generator).unique()) == 2
+    assert len(sample(flat, 1.0, None, 0.5, generator).unique()) == 3
+    assert torch.equal(sample(flat, top_k=1), flat.argmax(-1))
 
 
 # Files

@@ -25,8 +25,8 @@ TINY = replace(PRESETS["laptop"], stages=(Stage(16, 2, 8, models=("longhorn", "a
 @st.composite
 def tasks(draw):
     pairs, longer, words = draw(st.integers(1, 9)), draw(st.integers(0, 20)), draw(st.integers(0, 30))
-    rewritten, power = draw(st.integers(0, pairs // 2)), draw(st.sampled_from((0.01, 0.5, 1.0, 2.0)))
-    return Task(2 * (2 * pairs - rewritten + longer), pairs, 2 * (pairs + 1 + words), rewritten, power)
+    rewritten, power_a = draw(st.integers(0, pairs // 2)), draw(st.sampled_from((0.01, 0.5, 1.0, 2.0)))
+    return Task(2 * (2 * pairs - rewritten + longer), pairs, 2 * (pairs + 1 + words), rewritten, power_a)
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,7 +54,7 @@ def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
 
 def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     for power, i in ((power, np.arange(1, 43)) for power in (0.01, 1.0, 1.7)):
-        task, law = Task(96, 6, 64, power=power), power * i ** (power - 1) / (power * i ** (power - 1)).sum() # in the words of the public code
+        task, law = Task(96, 6, 64, power_a=power), power * i ** (power - 1) / (power * i ** (power - 1)).sum() # in the words of the public code
         counts = np.bincount((draw(task, 20000, generator_of(1, "train", 0)).where[:, 0] - 12) // 2, minlength=42)
         assert np.allclose(gap_law(task), law) and chisquare(counts, 20000 * law).pvalue > 1e-3
         assert power == 1.0 or chisquare(counts).pvalue < 1e-6 # the test can fail
@@ -81,7 +81,7 @@ def test_blocks_never_share_a_seed_and_give_the_streams_of_the_recorded_jobs():
         (dict(length=64, pairs=17), "length is 64; it must be from 68"), (dict(length=63), "length is 63; it must be an even number"),
         (dict(vocab=255), "vocab is 255; it must be an even number"), (dict(vocab=16), "vocab is 16; it must be from 18"), (dict(pairs=0), "pairs is 0"),
         (dict(pairs=2.5), "pairs is 2.5; it must be an integer"), (dict(rewritten=5), "rewritten is 5; it must be from 0 to 4"),
-        (dict(power=0), "power is 0"), (dict(power=float("inf")), "power is inf"), (dict(power=float("nan")), "power is nan")]),
+        (dict(power_a=0), "power_a is 0"), (dict(power_a=float("inf")), "power_a is inf"), (dict(power_a=float("nan")), "power_a is nan")]),
     *((lambda **bad: generator_of(**dict(seed=0, part="test", block=0) | bad), bad, "seeds go from 0 to 999") for bad in (
         dict(seed=1000), dict(seed=-1), dict(block=2**31))),
     *((lambda **bad: EXPERIMENT.config("laptop", **bad), *row) for row in [

@@ -33,7 +33,7 @@ def inside(values, pair, slack=1e-6):
 
 @pytest.mark.parametrize("row", recorded_steps(), ids=lambda row: f"{row['mixer']}-{row['context']}-{row['compile']}")
 def test_every_timed_step_lies_in_the_range_that_is_printed_for_it(row):
-    text = plan_text(preset_of(row), row["mixer"], accumulate=1)
+    text = plan_text(preset_of(row), row["mixer"], micro_batches=1)
     assert inside(row["tokens_per_second"], printed(text, "tokens/s"), 0) and "assumed" not in text
     assert inside(row["peak_gb"], printed(text, "GB per"), 0)
 
@@ -44,20 +44,20 @@ def test_every_run_lies_in_its_range():
         assert inside(seconds, p.step_seconds) and inside(peak, p.peak) and p.peak[1] / p.peak[0] < 1.15 and not p.assumed
         assert p.config == LMConfig.from_dict(record(f"{LANGUAGE}/gpus/{name}/lm_config.json"))
     shared = [run for name in ("gpu", "gpu_160m") for run in record(f"{LANGUAGE}/{name}.json")["results"]["runs"]]
-    plans = {mixer: plan(changed("small", compile=True), mixer, accumulate=2) for mixer in {run["mixer"] for run in shared}}
+    plans = {mixer: plan(changed("small", compile=True), mixer, micro_batches=2) for mixer in {run["mixer"] for run in shared}}
     for run in shared: # other jobs used their GPUs too: they may be slower than planned, not faster
         assert plans[run["mixer"]].config == LMConfig.from_dict(run["model"])
         assert run["tokens_per_second"] < plans[run["mixer"]].tokens_per_second[1]
 
 
 def test_ranges_are_no_wider_than_repeats_and_held_out_steps_need():
-    plans = {row["mixer"]: plan(preset_of(row), row["mixer"], accumulate=1) for row in recorded_steps(compile=True, context=1024)}
+    plans = {row["mixer"]: plan(preset_of(row), row["mixer"], micro_batches=1) for row in recorded_steps(compile=True, context=1024)}
     again = [(row["mixer"], ms) for row in record(f"{LANGUAGE}/steps.json")["rows"] for ms in row["ms"]]
     low, high = np.transpose([ms / 1e3 / plans[mixer].step_seconds for mixer, ms in again])
     assert min(low) == pytest.approx(1) and max(high) == pytest.approx(1)
-    ratios = np.array(list(planner.held_out().values()))
+    ratios = np.array(list(planner.val().values()))
     assert len(ratios) == 16 and max(*ratios, *(1 / ratios)) == plan(find_preset("owt-350m"), "longhorn").margin
-    assert plan(SMALL, "longhorn", accumulate=10).margin == 1
+    assert plan(SMALL, "longhorn", micro_batches=10).margin == 1
 
 
 def test_matrix_products_are_six_operations_per_parameter_and_token():
@@ -75,7 +75,7 @@ def test_parts_of_a_step_add_up_and_grow_with_their_own_work():
     assert sum(parts.values()) == pytest.approx(row["ms"] / 1e3) and min(parts.values()) >= 0
     for name in work:
         assert planner.scaled_parts(row, work | {name: 2 * work[name]}) == pytest.approx(parts | {name: 2 * parts[name]})
-    here, there = (plan(SMALL, "longhorn", gpu=gpu, accumulate=20) for gpu in ("H200", "NVIDIA H100 80GB HBM3"))
+    here, there = (plan(SMALL, "longhorn", gpu=gpu, micro_batches=20) for gpu in ("H200", "NVIDIA H100 80GB HBM3"))
     for name, ratio in ("matrix products", 1), ("scan", 4.8 / 3.35): # as published
         assert there.work[name] == pytest.approx(ratio * here.work[name] * [1 / there.margin, there.margin])
     assert planner.GPUS[here.gpu]["memory"] == pytest.approx(record(planner.MACHINE)["memory_bytes"], rel=1e-3)
@@ -84,7 +84,7 @@ def test_parts_of_a_step_add_up_and_grow_with_their_own_work():
 def test_memory_is_shared_by_fsdp_and_cut_by_parts_slices_and_recomputing():
     def of(parts, kind, gpus=4, loss_chunk=8192, again=False):
         preset = changed("owt-120m", batch_size=480 + 32 * (kind == "hsdp"), loss_chunk=loss_chunk, sharding=kind, checkpoint_blocks=again)
-        return plan(preset, "longhorn", gpus, accumulate=parts)
+        return plan(preset, "longhorn", gpus, micro_batches=parts)
     ddp, fsdp, more, whole, again = of(5, "auto"), of(5, "fsdp"), of(10, "ddp"), of(5, "ddp", loss_chunk=0), of(5, "ddp", again=True)
     P, tiny = ddp.parameters, plan(changed("owt-120m", batch_size=1, context=8), "longhorn")
     assert ddp.sharding == "ddp" and ddp.memory["Adam"][0] == 8 * P == 4 * fsdp.memory["Adam"][0]
@@ -103,7 +103,7 @@ def test_memory_is_shared_by_fsdp_and_cut_by_parts_slices_and_recomputing():
     (4, None, 1e3, "within a node"), (8, 1.5, 1e3, "the network is not used"), (64, None, 8 * 40, "assumed    40.0 GB/s"),
     (64, 1.5, 8 * 1.5, "given      1.5 GB/s"), (9, 1.0, 1.0, "given      1.0 GB/s")]) # of nine GPUs one is alone in its node
 def test_communication_takes_the_slowest_link(gpus, network, rate, says):
-    preset = changed("owt-120m", batch_size=576, accumulate=1)
+    preset = changed("owt-120m", batch_size=576, gradient_accumulation_steps=1)
     p, text = (do(preset, "longhorn_exact", gpus=gpus, network=network) for do in (plan, plan_text))
     fast, slow = p.work["communication"]
     assert slow == pytest.approx((gpus - 1) / gpus * 8 * p.parameters / min(planner.link_rate(), 1e9 * rate)) and fast < slow
@@ -113,7 +113,7 @@ def test_communication_takes_the_slowest_link(gpus, network, rate, says):
 def test_hsdp_gathers_within_a_node_and_sends_gradients_of_a_shard_between_nodes():
     preset, P = changed("owt-120m", batch_size=512, sharding="hsdp"), plan(SMALL, "longhorn").parameters
     for gpus, nodes in (16, 2), (64, 8):
-        p = plan(preset, "longhorn", gpus, accumulate=2, network=2.0)
+        p = plan(preset, "longhorn", gpus, micro_batches=2, network=2.0)
         within, between = 7 / 8 * (4 + 8 * 2) * P / planner.link_rate(), (1 - 1 / nodes) * 8 * P / 8 / 2e9
         assert p.shards == 8 and p.work["communication"][1] == pytest.approx(within + between)
 
@@ -123,10 +123,10 @@ def test_gpus_wait_for_a_slow_host_and_get_the_largest_part_that_fits():
     assert tiny.step_seconds[1] == pytest.approx(5 * waits()["none"][1])
     assert sharded.step_seconds == pytest.approx(5 * waits()["fsdp"])
     p, large = plan(SMALL, "longhorn"), plan(find_preset("slimpajama-1.3b"), "longhorn", gpu="H100")
-    assert p.tokens <= PARTS[1] < p.tokens * p.accumulate / (p.accumulate - 1) and large.peak[1] < 0.9 * 80e9
-    assert f"train with --accumulate {p.accumulate}; the preset says 20" in plan_text("owt-120m", "longhorn")
-    for accumulate, fit in ((128, ": fits"), (16, ": does not fit")):
-        assert fit in plan_text("slimpajama-1.3b", "longhorn", accumulate=accumulate)
+    assert p.tokens <= PARTS[1] < p.tokens * p.micro_batches / (p.micro_batches - 1) and large.peak[1] < 0.9 * 80e9
+    assert f"train with --gradient-accumulation-steps {p.micro_batches}; the preset says 20" in plan_text("owt-120m", "longhorn")
+    for parts, fit in ((128, ": fits"), (16, ": does not fit")):
+        assert fit in plan_text("slimpajama-1.3b", "longhorn", micro_batches=parts)
 
 
 def test_assumed_stands_beside_every_number_that_no_record_holds():
@@ -142,10 +142,10 @@ def test_assumed_stands_beside_every_number_that_no_record_holds():
 
 @pytest.mark.parametrize("mixer, options, says", [
     ("longhorn", dict(gpus=64), "a batch of 480; a batch of 448 or a batch of 512 or 48 GPUs or 60 GPUs would do"),
-    ("longhorn", dict(gpus=4, accumulate=7), "share a batch of 480 in 7 parts; a batch of 476 or a batch of 504 would do"),
+    ("longhorn", dict(gpus=4, micro_batches=7), "share a batch of 480 in 7 parts; a batch of 476 or a batch of 504 would do"),
     ("longhorn", dict(gpus=500), "500 GPUs cannot share a batch of 480; a batch of 500 or 240 GPUs or 480 GPUs would do"),
     *(("longhorn", dict(gpus=n), f"{n} GPUs cannot train; there must be 1 or more") for n in (0, -8)),
-    *(("longhorn", dict(accumulate=n), f"accumulate is {n}; it must be 1 or more") for n in (0, -8)),
+    *(("longhorn", dict(micro_batches=n), f"gradient_accumulation_steps is {n}; it must be 1 or more") for n in (0, -8)),
     *(("longhorn", dict(network=rate), f"network is {rate}; it must be more than 0 GB/s") for rate in (0, -1.0, np.nan, np.inf)),
     ("longhorn", dict(gpu="NVIDIA A100"), "unknown GPU 'NVIDIA A100'; the planner knows NVIDIA H200 and NVIDIA H100"),
     *(("longhorn", dict(gpus=n, sharding=kind), f"sharding is '{kind}', which cannot be with {n} GPUs")

@@ -12,7 +12,7 @@ from longhorn_kit.lab import training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups, sliced_loss
+from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups, chunked_cross_entropy
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
@@ -198,7 +198,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     with pytest.raises(ValueError, match="the saved position belongs to tokens=2000"):
         run(tmp_path, TOKENS[:1000], short)
     assert all("\n" not in str(error.value) for error in (caught, misfit))
-    assert run(tmp_path, config=dataclasses.replace(short, log_every=1, keep=1))["resumed_from"] == 10
+    assert run(tmp_path, config=dataclasses.replace(short, log_every=1, save_total_limit=1))["resumed_from"] == 10
 
 
 @pytest.mark.parametrize("name", ["replace", "fsync"])
@@ -288,12 +288,12 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("wrong, says", [
     *((dict([pair]), "{} is {}; it must be from 0".format(*pair)) for pair in (
-        ("lr", math.nan), ("lr", math.inf), ("save_every", -1), ("clip", -1.0), ("lr_final", -3), ("loss_chunk", -1), ("seed", -1),
+        ("lr", math.nan), ("lr", math.inf), ("save_every", -1), ("clip", -1.0), ("min_lr_ratio", -3), ("loss_chunk", -1), ("seed", -1),
         ("seed", 2**70), ("ema", 1.5))),
-    *(({name: 0}, f"{name} is 0; it must be from 1") for name in ("steps", "accumulate")),
+    *(({name: 0}, f"{name} is 0; it must be from 1") for name in ("steps", "gradient_accumulation_steps")),
     (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"), (dict(precision="fp8"), "precision is 'fp8'"),
     (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
-    (dict(accumulate=3), "batch_size=4 cannot be shared by 1 processes with accumulate=3"),
+    (dict(gradient_accumulation_steps=3), "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
     (dict(loss_chunk=8), "loss_chunk is 8; it is for language models, and Tiny is none"),
     (dict(sharding="fsdp"), "sharding is 'fsdp', but there is one process; start several with torchrun"),
     (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
@@ -359,7 +359,7 @@ def test_how_often_one_evaluates_does_not_change_training(whole):
 @given(st.integers(1, 200), st.data())
 def test_schedule_rises_then_falls_to_its_end(steps, data):
     warmup, end = data.draw(st.integers(0, steps - 1)), data.draw(st.floats(0, 1))
-    config = TrainConfig(steps=steps, warmup=warmup, lr=0.5, lr_final=end)
+    config = TrainConfig(steps=steps, warmup=warmup, lr=0.5, min_lr_ratio=end)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     up, down = rates[: config.warmup], rates[max(config.warmup - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
@@ -469,7 +469,7 @@ def test_votes_ride_on_the_count_of_targets(votes):
     "1,023 processes of 2**20 targets each: neither the shares of the parts nor the votes spill over."
     parts = [torch.zeros(1024, 768, dtype=torch.int64), torch.zeros(1024, 256, dtype=torch.int64)]
     many = SimpleNamespace(num_processes=1023, reduce=lambda mine, how: mine * 1023)
-    weights, heard = training.part_weights(parts, many, votes)
+    weights, heard = training.token_weights(parts, many, votes)
     assert weights.tolist() == [1.5, 0.5] and heard() == [1023 * vote for vote in votes]
 
 
@@ -486,7 +486,7 @@ def test_parts_count_by_the_targets_that_they_have(sampler, steps, chunk):
     "A part without any adds nothing."
     one, other = language_model(), language_model()
     whole, parts = (losses(model, sampler(TOKENS, CONFIG.context, CONFIG.batch_size // n, CONFIG.seed), steps=steps,
-                           warmup=2, accumulate=n, loss_chunk=chunk) for model, n in ((one, 1), (other, 4)))
+                           warmup=2, gradient_accumulation_steps=n, loss_chunk=chunk) for model, n in ((one, 1), (other, 4)))
     assert np.allclose(whole, parts, rtol=1e-4) and min(whole[::2]) > 0
     assert whole[1::2] == parts[1::2] == [0, 0, 0] or sampler is not Sparse
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
@@ -527,12 +527,12 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = nn.functional.linear(h, weight)
         expected = nn.functional.cross_entropy(logits.float(), targets)
-        ours = sliced_loss(h, weight, targets, chunk)
+        ours = chunked_cross_entropy(h, weight, targets, chunk)
     assert ours.dtype == torch.float32 and torch.allclose(ours, expected, rtol=1e-5)
     for a, b in zip(torch.autograd.grad(3 * ours, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))):
         assert torch.allclose(a, b, atol=2e-2 if bf16 else 1e-6)
     with torch.no_grad():
-        assert torch.allclose(sliced_loss(h, weight, targets, chunk), ours, rtol=1e-2)
+        assert torch.allclose(chunked_cross_entropy(h, weight, targets, chunk), ours, rtol=1e-2)
 
 
 def language_model(**options):

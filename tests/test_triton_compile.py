@@ -71,11 +71,11 @@ def assert_bounded(rows):
 
 def test_fast_kernels_compile_and_keep_what_is_no_number():
     "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor; softplus adds two terms, and one keeps it."
-    rows = compiled("fast", NVIDIA, only="^fast (diagonal|exact|decoupled|s6|s6_timed)$")
+    rows = compiled("fast", NVIDIA, only="^fast (diagonal|exact|decoupled|s6|s6_time_varying)$")
     assert_bounded(rows)
     for target in NVIDIA:
         assert {r["kernel"] for r in rows if r["target"] == target} >= FAST
-        for form in ("s6", "s6_timed", "decoupled"):
+        for form in ("s6", "s6_time_varying", "decoupled"):
             assert sum(r["kernel"] in FAST for r in rows if r["target"] == target and r["case"] == f"fast {form}") == 3
     for row in rows:
         keep, drop = row["nan"]
@@ -165,7 +165,7 @@ logging.basicConfig()
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
 half = new(16, torch.float16)
 for form, k, every in (("exact", half, 0), ("diagonal", new(16), 4), ("s6", new(65), 0),
-                       ("diagonal", half, 8), ("exact", new(65), 16), ("s6_timed", half, 8)):
+                       ("diagonal", half, 8), ("exact", new(65), 16), ("s6_time_varying", half, 8)):
     why = _not_taken(form, k, k, every)
     print(why)
     if why:

@@ -56,7 +56,7 @@ def assert_same(got, want):
 
 @both_paths
 @pytest.mark.parametrize("form, options", (("diagonal", {}), ("s6", dict(sequences=2))) if not GPU else
-                         [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_timed") for o in ({}, dict(sequences=2))])
+                         [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying") for o in ({}, dict(sequences=2))])
 def test_the_operation_is_well_formed(form, options, path):
     "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
     B, T, D, N = SIZES
@@ -112,8 +112,8 @@ def one_by_one(a, form, dout, dfinal, bounds):
     return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("path, form", [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_timed")]
-                         + [("portable", "diagonal"), ("portable", "s6_timed")] if GPU else [("portable", "exact"), ("portable", "s6_timed")],
+@pytest.mark.parametrize("path, form", [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")]
+                         + [("portable", "diagonal"), ("portable", "s6_time_varying")] if GPU else [("portable", "exact"), ("portable", "s6_time_varying")],
                          indirect=["path"])
 def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, monkeypatch):
     T, D, N = (600, 40, 16) if GPU else (12, 2, 2)
@@ -127,7 +127,7 @@ def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, mon
             outputs = compiled(r, bounds_of(given, T))
             grads = gradients(outputs, (dout, dfinal), r)
         assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1]), given
-        per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_timed")]
+        per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_time_varying")]
         assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
         assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
 
@@ -257,7 +257,7 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("form, shape", [
     *product(("diagonal", "exact"), ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16))),
-    *product(("decoupled", "s6", "s6_timed"), ((1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))])
+    *product(("decoupled", "s6", "s6_time_varying"), ((1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))])
 def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
     fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
@@ -266,7 +266,7 @@ def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_timed"))
+@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"))
 def test_gpu_small_checkpoints_packed_is_bit_identical_to_alone(form, path):
     a, dout, dfinal = inputs(1, 1300, 64, 16, form, dtype=DTYPE, sequences=3)
     assert_packed_as_alone(a, dout, dfinal, form, [0, 640, 641, 1300], checkpoint="small")

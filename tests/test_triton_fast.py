@@ -11,7 +11,7 @@ from longhorn_kit.scan import triton_diagonal, triton_op
 
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
-FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
+FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
 OWN_RATES = FORMS[2:]              # every state has a gate of its own
 SHAPES = [(2, 64, 64, 16), (2, 67, 40, 16), (1, 300, 136, 16), (3, 33, 8, 5), (1, 1, 24, 1), (2, 16, 2048, 16), (1, 2500, 72, 16),
           (2, 67, 132, 16), (1, 40, 134, 5),
@@ -113,7 +113,7 @@ def test_scalar_rate_and_strided_inputs(form, D):
 
 
 @pytest.mark.parametrize("form, D, dtype", [
-    *((form, *kind) for form in FORMS[:2] for kind in ((72, BF16), (69, FP32))), ("decoupled", 72, BF16), ("s6", 69, FP32), ("s6_timed", 69, BF16)])
+    *((form, *kind) for form in FORMS[:2] for kind in ((72, BF16), (69, FP32))), ("decoupled", 72, BF16), ("s6", 69, FP32), ("s6_time_varying", 69, BF16)])
 def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
     bounds = [0, 1, 1, 300, 333, 600, 1240]
     assert_close(errors(1, 1240, D, 16, form, bounds=bounds, dtype=dtype), dtype)
@@ -257,7 +257,7 @@ def test_what_goes_to_the_portable_kernels_is_logged_once_a_reason(caplog):
     triton_op._portable_instead.cache_clear()
     new = lambda *s: torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
     cases = (("exact", new(16).half(), new(8), 0), ("diagonal", new(16), new(8), 4), ("exact", new(16), new(8), 8),
-             ("s6", new(65), new(8), 0), ("s6_timed", new(16), new(8), 4))
+             ("s6", new(65), new(8), 0), ("s6_time_varying", new(16), new(8), 4))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert all(triton_op.scan_path(form, k, k, x, every) == "portable" for form, k, x, every in cases)

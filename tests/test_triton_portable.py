@@ -10,7 +10,7 @@ from scan_cases import (
 from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
-FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_timed")
+FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
 small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
 
 
@@ -129,7 +129,7 @@ def test_gpu_parity_in_float16(form):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form, shape", [*product(("diagonal", "exact", "s6"), SHAPES), *product(("decoupled", "s6_timed"), SHAPES[::2])])
+@pytest.mark.parametrize("form, shape", [*product(("diagonal", "exact", "s6"), SHAPES), *product(("decoupled", "s6_time_varying"), SHAPES[::2])])
 def test_gpu_parity_at_every_shape(form, shape):
     assert_close(errors(*shape, form, dtype=torch.bfloat16), torch.bfloat16)
 

@@ -31,8 +31,8 @@ def test_cifar10_from_a_folder_and_digits(tmp_path):
     train, _ = lab.cifar10(str(tmp_path))
     assert train.images.shape == (4, 3, 8, 8) and train.labels.tolist() == [0, 1, 0, 1]
     assert torch.equal(train.images[2, 1], torch.from_numpy(np.array(images[2])))
-    digits, held_out = lab.digits()
-    assert (len(digits.labels), len(held_out.labels), digits.images.max(), len(held_out.labels.unique())) == (1438, 359, 255, 10)
+    digits, val = lab.digits()
+    assert (len(digits.labels), len(val.labels), digits.images.max(), len(val.labels.unique())) == (1438, 359, 255, 10)
 
 
 def test_pictures_are_moved_mirrored_and_mixed_consistently():

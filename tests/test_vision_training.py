@@ -56,7 +56,7 @@ def test_presets_are_the_published_recipe():
         config = VISION_PRESETS[f"imagenet-vim-{size}"].config
         assert (config.batch_size, config.lr, config.weight_decay, config.drop_path) == own
         assert (config.epochs, config.warmup_epochs, config.beta1, config.beta2, config.clip) == (300, 5, 0.9, 0.999, 0)
-        assert config.lr * config.lr_final == pytest.approx(1e-5)
+        assert config.lr * config.min_lr_ratio == pytest.approx(1e-5)
         assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (0.8, 1.0, 0.1, 0.25, 3)
         assert config.auto_augment == "rand-m9-mstd0.5-inc1" and config.ema == 0.99996 and config.precision == "no"
     known = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
@@ -107,9 +107,9 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
         parquet(tmp_path / "hub" / f"{name}.parquet", *zip(*row), datasets.ClassLabel(names=["dark", "light"]))
         shards(tmp_path, part, row)
     readers["hub"], readers["shards"] = open_data(f"hf:{tmp_path / 'hub'}"), open_data(f"wds:{tmp_path}")
-    for train, held_out in readers.values():
-        assert (len(train), len(held_out), len(train.classes)) == (24, 10, 2)
-        for part, reader in (("train", train), ("val", held_out)):
+    for train, val in readers.values():
+        assert (len(train), len(val), len(train.classes)) == (24, 10, 2)
+        for part, reader in (("train", train), ("val", val)):
             for i in (0, len(reader) - 1):
                 file, label = reader[i]
                 assert (file.read(), label) == rows[part][i] and reader.filename(i, absolute=True)
@@ -122,8 +122,8 @@ def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tm
     for labels, kind in (((1, 4), datasets.Value("int64")), (("dark", "light"), datasets.Value("string")), ((0, 1), names)):
         for part in ("train", "validation"):
             parquet(tmp_path / f"{part}.parquet", images, labels, kind)
-        train, held_out = open_data(f"hf:{tmp_path}")
-        assert list(train.classes.items()) == [(name, i) for i, name in enumerate(held_out.classes)]
+        train, val = open_data(f"hf:{tmp_path}")
+        assert list(train.classes.items()) == [(name, i) for i, name in enumerate(val.classes)]
         assert [train[i][1] for i in range(2)] == [0, 1] and len(train.classes) == 2
     parquet(tmp_path / "validation.parquet", images, [-1, 1], names)
     hidden = Images(open_data(f"hf:{tmp_path}")[1], np.asarray)
@@ -170,9 +170,9 @@ def batches(rank=0, world=1, **options):
 def test_order_and_pixels_depend_on_seed_and_place_alone():
     one = batches()
     whole = [one.next_batch() for _ in range(20)]
-    for options in (dict(world=2, workers=2), dict(world=3, accumulate=2), dict(accumulate=3)):
+    for options in (dict(world=2, workers=2), dict(world=3, gradient_accumulation_steps=2), dict(gradient_accumulation_steps=3)):
         config = dict(options)
-        world, parts = config.pop("world", 1), config.get("accumulate", 1)
+        world, parts = config.pop("world", 1), config.get("gradient_accumulation_steps", 1)
         for rank in range(world):
             random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
             mine = batches(rank, world, **config)
@@ -301,11 +301,11 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
     for options, says in ((dict(batch_size=64), "24 training images are fewer than batch_size=64"),
-                          (dict(accumulate=3), "batch_size=8 cannot be shared by 1 processes with accumulate=3"),
+                          (dict(gradient_accumulation_steps=3), "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
                           (dict(batch_size=7, mixup=0.8), "a part of a step has 7 images")):
         with pytest.raises(ValueError, match=says):
             small(tmp_path, folder, **options)
-    one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, accumulate=2)
+    one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, gradient_accumulation_steps=2)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEWHERE', 'texts_of', 'EXPERIMENT', 'cut',
            'window_losses', 'sliding_loss', 'mean_of', 'position_bins', 'by_position', 'added', 'perplexities',
-           'needle', 'encoded', 'haystack', 'answer_scores', 'score_trials', 'lessons', 'teach', 'retrieval_maps',
+           'needle', 'encoded', 'haystack', 'answer_scores', 'score_trials', 'lessons', 'finetune', 'retrieval_maps',
            'Config', 'measure', 'train_small', 'trained_models', 'weights_hash', 'models_of', 'jobs', 'run_job',
            'summarize']
 
@@ -183,26 +183,26 @@ def score_trials(model: SequenceLM, trials: list, s) -> tuple[np.ndarray, np.nda
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-034
 def lessons(tokens, tokenizer, s, device): # (M,) training token ids
     "Yield batches (rows,M): haystacks of growing length with their answers, and targets, -100 before the answers."
-    longest = max(s.teach_lengths) + LONGEST - 1 # one shape for all: behind the answer nothing is read or learnt
-    for step in range(s.teach_steps):
-        length = s.teach_lengths[step * len(s.teach_lengths) // s.teach_steps]
-        inputs = torch.zeros(s.teach_rows, longest, dtype=torch.int64)
+    longest = max(s.finetune_lengths) + LONGEST - 1 # one shape for all: behind the answer nothing is read or learnt
+    for step in range(s.finetune_steps):
+        length = s.finetune_lengths[step * len(s.finetune_lengths) // s.finetune_steps]
+        inputs = torch.zeros(s.finetune_rows, longest, dtype=torch.int64)
         targets = torch.full_like(inputs, -100)
-        for row in range(s.teach_rows):
-            seed = 10**6 + step * s.teach_rows + row # never a seed of the test
-            depth, kind = np.random.default_rng(seed).random(), s.taught[step % len(s.taught)]
+        for row in range(s.finetune_rows):
+            seed = 10**6 + step * s.finetune_rows + row # never a seed of the test
+            depth, kind = np.random.default_rng(seed).random(), s.finetuned[step % len(s.finetuned)]
             context, (answer, _) = haystack(tokens, tokenizer, kind, seed, length, depth, 2)
             whole = torch.from_numpy(np.concatenate([context, answer]))
             inputs[row, :len(whole) - 1], targets[row, length - 1:len(whole) - 1] = whole[:-1], whole[length:]
         yield inputs.to(device), targets.to(device)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
-def teach(model: SequenceLM, tokens, tokenizer, s) -> tuple[SequenceLM, float]: # (M,) training token ids
-    "Return a copy that was taught the needles in `taught`, and the mean loss of its last ten lessons."
-    model, loss_of = deepcopy(model).train(), lambda model, *lesson: 2 * model(*lesson)[1:] # to learn from, to record
+def finetune(model: SequenceLM, tokens, tokenizer, s) -> tuple[SequenceLM, float]: # (M,) training token ids
+    "Return a copy finetuned on the needles in `finetuned`, and the mean loss of its last ten steps."
+    model, loss_of = deepcopy(model).train(), lambda model, *batch: 2 * model(*batch)[1:] # to learn from, to record
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)
-        _, losses = fit(model, batches, loss_of, s.teach_steps, s.teach_lr, warmup=20, min_lr_ratio=1.0,
+        _, losses = fit(model, batches, loss_of, s.finetune_steps, s.finetune_lr, warmup=20, min_lr_ratio=1.0,
                         weight_decay=0.0, clip=1.0, bf16=s.bf16, log_every=10)
     return model.eval(), losses[-1].item()
 
@@ -237,47 +237,47 @@ class Config:
     chunk: int = 1024               # tokens to read at a time
     tokens_at_once: int = 32768     # over the windows read side by side
     bf16: bool = True               # products and activations
-    needles: tuple[str, ...] = NEEDLES # kinds that the untaught model is asked for
-    taught: tuple[str, ...] = NEEDLES  # kinds that it is asked for after lessons
+    needles: tuple[str, ...] = NEEDLES # kinds that the base model is asked for
+    finetuned: tuple[str, ...] = NEEDLES  # kinds that it is asked for after lessons
     needle_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384) # tokens
     twice_lengths: tuple[int, ...] = (512, 1024, 2048, 4096) # tokens of a text that is read twice
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: int = 10                # needles per cell of the map
     choices: int = 8                # answers to choose from
-    teach_lengths: tuple[int, ...] = (256, 512, 1024) # tokens of the lessons, one length after another
-    teach_steps: int = 1000
-    teach_rows: int = 16            # haystacks per lesson
-    teach_lr: float = 5e-4
+    finetune_lengths: tuple[int, ...] = (256, 512, 1024) # tokens of the lessons, one length after another
+    finetune_steps: int = 1000
+    finetune_rows: int = 16            # haystacks per lesson
+    finetune_lr: float = 5e-4
     gpu: bool = True
 
     def __post_init__(self):
         check_ranges(self, choices=(2, len(COLOURS)), trials=(1, 10**6), windows=(1, 10**6))
         if self.context < 2 or self.context % 2:
             raise ValueError(f"context is {self.context}; windows slide by half of it, so it must be even")
-        if unknown := {*self.needles, *self.taught} - {*NEEDLES}:
+        if unknown := {*self.needles, *self.finetuned} - {*NEEDLES}:
             raise ValueError(f"unknown needle {min(unknown)!r}; there are: {', '.join(NEEDLES)}")
 
 LAPTOP = Config(
     256, LM_PRESETS["laptop"], ("longhorn", "longhorn_exact", "mamba", "attention"), (0,), "", "stdlib", windows=6,
-    chunk=256, tokens_at_once=2048, bf16=False, needles=(), taught=("fact",), depths=(0.0, 0.5, 1.0),
+    chunk=256, tokens_at_once=2048, bf16=False, needles=(), finetuned=("fact",), depths=(0.0, 0.5, 1.0),
     needle_lengths=(64, 128, 256, 512, 1024, 2048), twice_lengths=(64, 128, 256, 512),
-    teach_lengths=(64, 96, 128), teach_steps=90, teach_lr=2e-3, gpu=False)
+    finetune_lengths=(64, 96, 128), finetune_steps=90, finetune_lr=2e-3, gpu=False)
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
 def measure(model: SequenceLM, texts, s) -> dict: # from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, without and after lessons."
-    words, held_out = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
+    words, val = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
     autocast = lambda: torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
-    ask = lambda model, kind: retrieval_maps(model, next(iter(held_out.values())), words, kind, s)
+    ask = lambda model, kind: retrieval_maps(model, next(iter(val.values())), words, kind, s)
     with autocast():
-        text = {name: perplexities(model, tokens, s) for name, tokens in held_out.items()}
+        text = {name: perplexities(model, tokens, s) for name, tokens in val.items()}
         maps, loss = {kind: ask(model, kind) for kind in s.needles}, None
-    if s.taught:
-        taught, loss = teach(model, texts.corpus.train, words, s)
+    if s.finetuned:
+        finetuned, loss = finetune(model, texts.corpus.train, words, s)
         with autocast():
-            maps |= {f"{kind}, taught": ask(taught, kind) for kind in s.taught}
-    return {"text": text, "needles": maps, "lesson_loss": loss}
+            maps |= {f"{kind}, finetuned": ask(finetuned, kind) for kind in s.finetuned}
+    return {"text": text, "needles": maps, "finetune_loss": loss}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-044
 def train_small(settings: dict, data: str, folder: Path) -> Path:
@@ -349,7 +349,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
 def summarize(config: Config, results: Results) -> dict:
     "Return what was measured of every model, which were not measured, and the text."
-    known, measured = list(jobs(config, results)), ("parameters", "text", "needles", "lesson_loss", "seconds")
+    known, measured = list(jobs(config, results)), ("parameters", "text", "needles", "finetune_loss", "seconds")
     pick = lambda row, *names: {name: row[name] for name in names}
     rows = [(pick(settings, "mixer", "seed"), results.get(settings)) for settings in known]
     return {"context": config.context, "models": [model | pick(row, *measured) for model, row in rows if row],

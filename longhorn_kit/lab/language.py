@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .corpus import Corpus, prepare
-from .data import HELD_OUT, Sampler, file_documents, matching_files
+from .data import VAL_PART, Sampler, file_documents, matching_files
 from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from .run import Experiment, Results
 from .processes import TrainingDiverged, is_main_process, make_accelerator, together
@@ -65,14 +65,14 @@ def tokens_of(path: Path, tokenizer) -> tuple: # token ids (M,), bytes
 def open_texts(
     source: str = "stdlib",   # a folder with NAME.train.txt and NAME.val.txt, or as for `prepare`
     tokenizer: str = "bytes",
-    held_out: int | None = None, # see `LMPreset`; not for a folder
+    val: int | None = None, # see `LMPreset`; not for a folder
     **options,                # of `prepare`, for a source that is no folder
 ) -> Texts:
     "Return a text, prepared if it is not in the cache; ValueError or OSError."
     folder = Path(source).expanduser()
     if source == "stdlib" or not folder.is_dir() or (folder / "train.bin").exists(): # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
-        tokens, size = stretches(corpus.val, held_out), corpus.index["val"]["bytes"]
+        tokens, size = stretches(corpus.val, val), corpus.index["val"]["bytes"]
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
@@ -83,13 +83,13 @@ def open_texts(
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
-    "Return a function `LossOnly` -> {held_out/DOMAIN, val_loss: over all domains}, nats per token."
-    rows, domains = max(1, config.batch_size // config.accumulate), texts.domains
+    "Return a function `LossOnly` -> {val/DOMAIN, val_loss: over all domains}, nats per token."
+    rows, domains = max(1, config.batch_size // config.gradient_accumulation_steps), texts.domains
     total = sum(len(tokens) - 1 for tokens, _ in domains.values())
     def measure(model):
         found = {name: evaluate(model, tokens, config.context, rows) for name, (tokens, _) in domains.items()}
         mean_loss = sum(found[name] * (len(tokens) - 1) for name, (tokens, _) in domains.items()) / total
-        return {f"held_out/{name}": loss for name, loss in found.items()} | {"val_loss": mean_loss}
+        return {f"val/{name}": loss for name, loss in found.items()} | {"val_loss": mean_loss}
     return measure
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-015
@@ -108,7 +108,7 @@ def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # to
         file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-017
-def whole_model(model: SequenceLM) -> SequenceLM:
+def gather_full_model(model: SequenceLM) -> SequenceLM:
     "Return the model with whole weights; all processes call it."
     state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def fit(
     mixer: str,          # a key of `MIXERS`
     corpus: Corpus,
     folder: str | Path,  # of the run
-    held_out=None,       # as `val_tokens` of `train`; None: the corpus's
+    val=None,       # as `val_tokens` of `train`; None: the corpus's
     out: Path | None = None, # of the model; None: `model` in the folder of the run
     quiet: bool = False, # no progress
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
@@ -147,11 +147,11 @@ def fit(
         if is_main_process():
             check_same_model(Path(folder), notes)
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
-    held_out = stretches(corpus.val, preset.held_out) if held_out is None else held_out
+    val = stretches(corpus.val, preset.val) if val is None else val
     model = new_model(config, preset.train.seed)
     end = corpus.tokenizer.end
-    result = train(model, corpus.train, held_out, preset.train, folder, mixer, quiet, same, notes, end)
-    model = whole_model(model)
+    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, end)
+    model = gather_full_model(model)
     if is_main_process():
         save_lm(model, preset.tokenizer, out or Path(folder) / "model")
     bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
@@ -216,7 +216,7 @@ def recipe_of(config: Language) -> TrainConfig:
         return recipe
     steps = max(2, config.tokens // (recipe.batch_size * recipe.context))
     return replace(recipe, steps=steps, warmup=steps // 8, eval_every=max(1, steps // config.evaluations),
-                   keep=1, save_every=0, save_seconds=300)
+                   save_total_limit=1, save_every=0, save_seconds=300)
 
 def text_of(config: Language) -> dict:
     "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces no text or one on the hub."
@@ -226,7 +226,7 @@ def text_of(config: Language) -> dict:
     if not data:
         raise ValueError("name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz "
                          "and NAME.val.txt.xz, or files such as books/*.txt")
-    return source_of(replace(config, data=data, train=recipe_of(config))) | {"held_out": config.held_out}
+    return source_of(replace(config, data=data, train=recipe_of(config))) | {"val": config.val}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-032
 def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> dict:
@@ -234,11 +234,11 @@ def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> d
     source, recipe = preset.data if data is None else data, preset.train
     enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
     return {"source": source, "tokenizer": preset.tokenizer, "tokens": enough if source.startswith("hf:") else None,
-            "fraction": preset.fraction if own or source == preset.data else HELD_OUT}
+            "fraction": preset.fraction if own or source == preset.data else VAL_PART}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-033
 SPEED = TrainConfig.may_change - {"eval_every"} # fields of a recipe that no result depends on
-SIZES = ("d_model", "n_layer", "dropout", "held_out", "pad_vocab", "sizes")
+SIZES = ("d_model", "n_layer", "dropout", "val", "pad_vocab", "sizes")
 
 def jobs(config: Language, results: Results):
     "Yield a job per run, then that of the baselines; a note keeps place and speed."
@@ -282,13 +282,13 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
     in_bits = texts.summary()["unit"] == "bits per byte"
     value = lambda nats: round(texts.corpus.bits_per_byte(nats) if in_bits else nats, 5)
     tested = [line for line in history if "val_loss" in line]
-    names = {name: f"held_out/{name}" for name in texts.domains} | {"all": "val_loss"}
+    names = {name: f"val/{name}" for name in texts.domains} | {"all": "val_loss"}
     curves = {name: [value(line[key]) for line in tested] for name, key in names.items()}
     blocks = [history[i:i + size] for i in range(0, len(history), size)]
     return {
         **{name: found[name] for name in ("tokens", "steps", "engine")},
         "loss": {name: curve[-1] for name, curve in curves.items()}, "bits_per_byte": round(found["bits_per_byte"], 5),
-        "held_out": {"tokens": [line["tokens"] for line in tested], **curves},
+        "val": {"tokens": [line["tokens"] for line in tested], **curves},
         "train": {"tokens": [block[-1]["tokens"] for block in blocks],
                   "loss": [value(mean(line["loss"] for line in block)) for block in blocks]},
         "largest_gradient": round(max(line["grad_norm"] for line in history), 5),
@@ -332,11 +332,11 @@ def trigram(windows, tokens, size=256) -> np.ndarray: # separate windows to coun
     return p
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-072
-def baselines(seen: np.ndarray, held_out: np.ndarray) -> dict[str, float]: # seen (W,L); held_out (M,) bytes
+def baselines(seen: np.ndarray, val: np.ndarray) -> dict[str, float]: # seen (W,L); val (M,) bytes
     "Measure trigram counts, and xz alone and after the training bytes, equation (3)."
-    data = [np.asarray(part).astype(np.uint8).tobytes() for part in (seen[:, :-1], held_out)]
+    data = [np.asarray(part).astype(np.uint8).tobytes() for part in (seen[:, :-1], val)]
     size = lambda *parts: len(lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME))
-    return {"trigram": float(-np.log2(trigram(seen, held_out)).mean()), "xz_alone": 8 * size(data[1]) / len(data[1]),
+    return {"trigram": float(-np.log2(trigram(seen, val)).mean()), "xz_alone": 8 * size(data[1]) / len(data[1]),
             "xz_primed": 8 * (size(*data) - size(data[0])) / len(data[1])}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-075

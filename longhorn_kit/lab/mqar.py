@@ -37,7 +37,7 @@ class Task:
     pairs: int = 8      # P, pairs of key and value shown
     vocab: int = 256    # V tokens: 0 is the blank, then V/2 - 1 keys, then V/2 values
     rewritten: int = 0  # R, keys that are bound a second time, to a new value
-    power: float = 0.01 # a, of the law of the gaps
+    power_a: float = 0.01 # a, of the law of the gaps
 
     @property
     def keys(self): return self.pairs - self.rewritten # K
@@ -50,13 +50,13 @@ class Task:
             if getattr(self, name) % step:
                 kind = "even number" if step == 2 else "integer"
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be an {kind}")
-        check_ranges(self, pairs=(1, math.inf), rewritten=(0, self.pairs // 2), power=(1e-9, 1e9),
+        check_ranges(self, pairs=(1, math.inf), rewritten=(0, self.pairs // 2), power_a=(1e-9, 1e9),
                      length=(2 * (self.pairs + self.keys), math.inf), vocab=(2 * self.pairs + 2, math.inf))
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-009
 def gap_law(task: Task) -> Tensor: # (slots,)
     "Return the probability of each slot for the question about the first key, equation (2)."
-    weights = torch.arange(1, task.slots + 1, dtype=torch.float64) ** (task.power - 1)
+    weights = torch.arange(1, task.slots + 1, dtype=torch.float64) ** (task.power_a - 1)
     return weights / weights.sum()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-011

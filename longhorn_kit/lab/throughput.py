@@ -23,7 +23,7 @@ from ..models.lm import count_parameters
 def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int): # tokens: per step
     "Return a `Run` on random tokens, and its model's config."
     recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context,
-                     accumulate=1, compile=compile)
+                     gradient_accumulation_steps=1, compile=compile)
     config = model_config(preset, mixer, 50257 if preset.tokenizer == "gpt2" else 256)
     text = np.random.default_rng(0).integers(0, 256, 4 * tokens + 1).astype(np.uint16)
     return make_run(new_model(config, 0).train(), text, None, recipe, None), config

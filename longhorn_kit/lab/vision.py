@@ -43,8 +43,8 @@ def digits() -> tuple[ImageSet, ImageSet]: # training, held out
     from sklearn.datasets import load_digits
     found = load_digits()
     images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
-    labels, held_out = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
-    return tuple(ImageSet(images[part], labels[part]) for part in (~held_out, held_out))
+    labels, val = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
+    return tuple(ImageSet(images[part], labels[part]) for part in (~val, val))
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-014
 def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # training, held out
@@ -292,7 +292,7 @@ def run_job(settings: dict, folder: Path) -> dict:
     sets = digits() if s.data == "digits" else cifar10(s.data)
     train, test = (ImageSet(*(part.to(device) for part in images)) for images in sets)
     model = make_model(s.model, s.size, s.seed).to(device)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "held_out": len(test.labels),
+    return {"parameters": sum(p.numel() for p in model.parameters()), "val": len(test.labels),
             "training": learn(model, train, test, s, s.seed)}
 
 def summarize(config: Config, results: Results) -> dict:
@@ -305,7 +305,7 @@ def summarize(config: Config, results: Results) -> dict:
     extra = [(s["model"], row) for s in measurements(config) if (row := results.get(s))]
     measured = lambda kind: {name: row[kind] for name, row in extra if kind in row}
     return {
-        "data": "digits" if config.data == "digits" else "CIFAR-10", "held_out": first and first["held_out"],
+        "data": "digits" if config.data == "digits" else "CIFAR-10", "val": first and first["val"],
         "seeds": [config.seeds[i] for i in done], "epochs": first["training"]["epochs"] if first else [],
         "parameters": {name: found[0]["parameters"] for name, found in known.items()},
         "curves": each("curve"), "speeds": measured("speed"), "memories": measured("memory"),

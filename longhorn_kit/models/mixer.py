@@ -149,7 +149,7 @@ class ScanProjections(Mixer):
         self.D_skip = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False)
 
-    def content_and_gate(self, h):
+    def project_x_z(self, h):
         "Equation (1), (B,T,d_model) -> two tensors (B,T,d_inner)."
         if torch.compiler.is_compiling() and is_plain(self.in_proj):
             return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
@@ -157,22 +157,22 @@ class ScanProjections(Mixer):
 
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "(B,T,d_model) -> q, k (B,T,N), x, z (B,T,d_inner), low (B,T,rank) and the new past, None unless kept."
-        x, z = self.content_and_gate(h)
+        x, z = self.project_x_z(h)
         conv = self.conv1d
         out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep,
                             cu_seqlens=cu_seqlens, twice=True)
         (x, again), past = out if keep else (out, None)
-        q, k, low = self.address(again)
+        q, k, low = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, low, z, past # once, for scans in both directions
 
     def project_step(self, h_t, past, inplace=False):
         "The same for one token (B,d_model)."
         x, z = self.in_proj(h_t).chunk(2, -1)
         x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
-        q, k, low = self.address(x)
+        q, k, low = self.split_x_proj(x)
         return q, k, x, low, z, past
 
-    def address(self, x):
+    def split_x_proj(self, x):
         "Values (..,d_inner) -> q, k (..,N) and low (..,rank)."
         low, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
         return q, k, low

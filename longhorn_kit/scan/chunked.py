@@ -300,7 +300,7 @@ EXACT = Machine(exact_run, exact_pull, rereads=False)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-053
 MACHINES = {"exact": EXACT, "diagonal": elementwise(DiagonalRule), "decoupled": elementwise(DecoupledRule),
-            "s6": elementwise(S6Rule), "s6_timed": elementwise(TimedS6Rule)}
+            "s6": elementwise(S6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-054
 def chunk_length(
@@ -444,5 +444,5 @@ def chunked_selective_scan(
     cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
 ):
     "`reference_selective_scan`, fast: `(out (B,T,D), final state (B,D,N))`, differentiable once."
-    form = "s6" if A.dim() == 2 else "s6_timed"
+    form = "s6" if A.dim() == 2 else "s6_time_varying"
     return _run(form, chunk, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, cu_seqlens)

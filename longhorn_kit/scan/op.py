@@ -256,7 +256,7 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
     learns = wants_gradient(name, inplace, backend, *tensors)
     if pick_backend("reference" if learns else backend, *tensors) == "triton":
         from longhorn_kit.scan.triton_step import triton_step
-        rule = form or ("s6" if A.dim() == 2 else "s6_timed")
+        rule = form or ("s6" if A.dim() == 2 else "s6_time_varying")
         return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace)
     q, k, x, b, A, S, bias, D_skip, z = widened(*tensors)
     v = b if bias is None else b + bias

@@ -111,7 +111,7 @@ def _(rule, q, k, x, b, A, state, bias, skip, z):
 def triton_step(
     rule: str, # a key of `RULES`
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
-    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_timed"; (B,D,N)
+    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_time_varying"; (B,D,N)
     bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
     inplace: bool = False, # write the next state into `state`
 ):

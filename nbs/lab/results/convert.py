@@ -1,4 +1,4 @@
-"""Convert records of version 0.1 to what `longhorn_kit.records.read_record` and today's experiments read; each was converted once.
+"""Convert older records to what `longhorn_kit.records.read_record` and today's experiments read; each was converted once.
 
     python nbs/lab/results/convert.py FILE.json ...
 """
@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from longhorn_kit.records import digest_of, to_plain, write_record
+from longhorn_kit.records import digest_of, to_plain, write_json, write_record
 
 
 def renamed(record):
@@ -130,16 +130,34 @@ def extrapolation(record):
 CONVERT = {"recall": recall, "mqar": mqar, "language": language, "extrapolation": extrapolation, "vision": vision}
 
 
+NAMES = {"accumulate": "gradient_accumulation_steps", "lr_final": "min_lr_ratio", "keep": "save_total_limit", "held_out": "val",
+         "about": "description", "s6_timed": "s6_time_varying", "taught": "finetuned", "fact, taught": "fact, finetuned",
+         "passkey, taught": "passkey, finetuned", "teach_lengths": "finetune_lengths", "teach_steps": "finetune_steps",
+         "teach_lr": "finetune_lr", "teach_rows": "finetune_rows", "lesson_loss": "finetune_loss"}
+
+
+def current_names(value):
+    "Return the record with today's names of settings and results; no number changes."
+    if isinstance(value, dict):
+        return {NAMES.get(name, name): current_names(inner) for name, inner in value.items() if name != "sha256"}
+    return [current_names(inner) for inner in value] if isinstance(value, list) else value
+
+
 def main(paths):
     for path in map(Path, paths):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record.get("sha256") == digest_of(record):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl": # one run per line
+            path.write_text("".join(json.dumps(current_names(json.loads(line))) + "\n" for line in text.splitlines()), encoding="utf-8")
             continue
-        record = CONVERT.get(record.get("claim"), dict)(record)
+        record = json.loads(text)
+        signed = record.get("sha256") == digest_of(record)
         if "kernels" in path.resolve().parts: # one row per line, as kernels/bench.py writes them
-            text = path.read_text(encoding="utf-8").rstrip()
-            path.write_text(f'{text[:-1].rstrip()},\n "sha256": "{digest_of(to_plain(record))}"\n}}\n', encoding="utf-8")
+            if not signed:
+                path.write_text(f'{text.rstrip()[:-1].rstrip()},\n "sha256": "{digest_of(to_plain(record))}"\n}}\n', encoding="utf-8")
+        elif path.name == "config.json": # of a run
+            write_json(path, current_names(record))
         else:
+            record = current_names(record if signed else CONVERT.get(record.get("claim"), dict)(record))
             write_record(path, record)
 
 
