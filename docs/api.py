@@ -1,4 +1,4 @@
-"""What a notebook exports, read from its source: names, signatures, the comments beside the parameters.
+"""Read from its source what a notebook exports: names, signatures, the comments beside the parameters.
 
 Nothing is imported, so the site can be built where PyTorch cannot run, and in seconds.
 """
@@ -48,7 +48,7 @@ def source_of(node) -> str:
 
 
 def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool) -> list:
-    "One row a parameter: (name, default, type, comment). Parameters on one line share its comment."
+    "Return one row per parameter: (name, default, type, comment). Parameters on one line share its comment."
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     listed = [("", *pair) for pair in zip(plain, defaults)][skip_first:]

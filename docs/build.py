@@ -44,7 +44,7 @@ def notebooks() -> list:
 
 
 def page_name(path: Path) -> str:
-    "What Sphinx calls the page of a notebook: scan/15_op."
+    "Return what Sphinx calls the page of a notebook: scan/15_op."
     return path.relative_to(NOTEBOOKS).with_suffix("").as_posix()
 
 
@@ -184,14 +184,16 @@ def colab_address(path: Path) -> str:
 
 
 def furniture(path: Path, module: str | None) -> str:
-    "The line under the title: run it in Colab, get the notebook, see the module; unpublished, the module's name."
+    "Return the line under the title: for whom a machine page is, and links to Colab, notebook and module once published."
+    name, code = path.relative_to(NOTEBOOKS).as_posix(), f"Module <code>{module}</code>"
+    links = ['<span class="machine">For contributors</span>'] * name.startswith("machine/")
     if not REPOSITORY:
-        return f'<p class="furniture"><span>Module <code>{module}</code></span></p>' if module else ""
-    name = path.relative_to(NOTEBOOKS).as_posix()
-    links = [f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
-             f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
+        links += [f"<span>{code}</span>"] * bool(module)
+        return f'<p class="furniture">{" ".join(links)}</p>' if links else ""
+    links += [f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
+              f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
     if module:
-        links.append(f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">Module <code>{module}</code></a>')
+        links.append(f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">{code}</a>')
     return f'<p class="furniture">{" ".join(links)}</p>'
 
 
@@ -243,7 +245,7 @@ def slug(text: str) -> str:
 
 
 def contents() -> str:
-    "The table of contents in Markdown, one entry a part of the book."
+    "The table of contents in Markdown, one entry per part of the book."
     parts = {title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb")) for part, title in PARTS.items()}
     parts["Reference"] = [name for name in REFERENCE if name == "api" or (NOTEBOOKS / f"{name}.ipynb").exists()]
     return "\n\n".join(":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))

@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
-# kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 if there is none)
+# kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 without one)
 TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
          "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
@@ -154,7 +154,7 @@ def roundings(built, loop=False):
 
 
 def unwaited(built):
-    """How many sums or changes of layout after the main loop may meet an asynchronous copy that nobody waited for.
+    """How many sums or changes of layout after the main loop may meet an asynchronous copy that no instruction waited for.
 
     They use shared memory that the compiler takes from buffers it knows to be dead; that a copy is still filling them it
     does not know."""
@@ -171,7 +171,7 @@ def unwaited(built):
 
 
 def nan(built):
-    "How many minima and maxima of floats (keep, drop) what is not a number; None for AMD, where that takes no instruction of its own."
+    "How many minima and maxima of floats (keep, drop) what is not a number; None for AMD, where that takes no separate instruction."
     found = re.findall(r"\b(?:min|max)(\.NaN)?\.f32\b", built.asm.get("ptx", ""))
     return [found.count(".NaN"), found.count("")] if "ptx" in built.asm else None
 
@@ -193,7 +193,7 @@ def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, keys=None, form="dia
 
 
 def portable_launches(form, checkpoint_every=None, packed=None, **shape):
-    "What the portable forward and backward launch."
+    "Return what the portable forward and backward launch."
     from longhorn_kit.scan.triton_portable import portable_backward, portable_forward, portable_plan
 
     a = inputs(form=form, packed=packed, **shape)
@@ -209,7 +209,7 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 
 def fast_launches(form, packed=None, backward=True, **shape):
-    "What a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
+    "Return what a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
     from longhorn_kit.scan.triton_selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
@@ -325,7 +325,7 @@ def main():
 
 
 def write_record(path, rows):
-    "The rows with what they depend on, one row a line."
+    "The rows with what they depend on, one row per line."
     from longhorn_kit.records import commit_of_kit
 
     about = dict(triton=triton.__version__, commit=commit_of_kit(), command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),

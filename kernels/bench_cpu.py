@@ -78,7 +78,7 @@ def run(candidate, form, inputs, dout):
 
 
 def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
-    "What is wrong: (name, relative error) against the float64 reference; empty if all is right."
+    "Return what is wrong: (name, relative error) against the float64 reference; empty if all is right."
     double, dout = make_inputs(B, T, D, N, seed, torch.float64)
     expected = run(lambda *a, form: reference_scan(*a, form=form)[0], form, double, dout)
     actual = run(candidate, form, *make_inputs(B, T, D, N, seed))

@@ -223,7 +223,7 @@ def operator(name, values):
 
 
 def calls(case, seed):
-    "(forward, backward, kept bytes an element of x, kernels that run) of a case, as calls without arguments."
+    "(forward, backward, kept bytes per element of x, kernels that run) of a case, as calls without arguments."
     a, dout, dlast, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     spacing = triton_op._spacing(case.checkpoint, case.N)
@@ -286,7 +286,7 @@ def timed(case, seed, rates):
 
 
 def warm(case):
-    "Compile what a case needs, in a process of its own: the compiled kernels stay in Triton's cache on disk."
+    "Compile what a case needs, in a separate process: the compiled kernels stay in Triton's cache on disk."
     with contextlib.suppress(Exception), path(case.path):      # what fails here fails again, and loudly, in the parent
         forward, backward, *_ = calls(checked_steps(case), 0)
         forward(), backward()
@@ -436,7 +436,7 @@ def rows_of(task, args, rates, check, errors):
 
 
 def tasks(args):
-    "What to do, the most wanted first."
+    "Return what to do, the most wanted first."
     given = args.shape or args.state or args.dtype or args.form
     todo = chosen(args)
     first = [c for c in todo if c.section in ("main", "chosen")]

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python kernels/decode_times.py --check                  # the checks alone, at tiny sizes, on a CPU
 
 Convolution: bfloat16, width 4, with SiLU; whole forward, whole backward with the sum over programs; median of
-triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a state of its own, so that no state is left in a cache
+triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a separate state, so that no state is left in a cache
 from its last step; time of a replay divided by 24. Bytes are those that must move: every input read once, every output
 written once. The bandwidth beside them is that of a copy, measured in the same run.
 """
@@ -34,7 +34,7 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 def cases():
-    "What is timed: (kind, name, sizes)."
+    "Return what is timed: (kind, name, sizes)."
     yield from (("conv", name, shape) for name, shape in SHAPES.items())
     for batch, d_model in ((64, 2048), (1, 2048), (64, 768)):
         yield from (("decode", rule, (batch, 2 * d_model, STATE)) for rule in RULES)

@@ -1,6 +1,6 @@
 """Other ways to run a recurrence of this kind, timed beside the kit's kernels where they can be imported.
 
-A peer is a function of its own tensors and a float64 oracle of the same function. What is checked is what is timed: the
+A peer is a function of separate tensors and a float64 oracle of the same function. What is checked is what is timed: the
 backward is timed only if every gradient agrees with the oracle's.
 """
 import math
@@ -94,7 +94,7 @@ def attention_oracle(q, k, v):
 
 
 def layer(new, B, T, D, N):
-    "What a Longhorn scan takes."
+    "Return the inputs of a Longhorn scan."
     return dict(q=new(B, T, N) / 2, k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D), b_bias=new(D).float(),
                 D_skip=new(D).float(), z=new(B, T, D))
 

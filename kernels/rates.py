@@ -1,4 +1,4 @@
-"""What this GPU can do, measured: bytes moved, fp32 operations, special functions and bfloat16 products a second.
+"""Measure what this GPU can do: bytes moved, fp32 operations, special functions and bfloat16 products per second.
 
 The floors of `longhorn_kit.scan.speed` divide work by these. Plain Triton, so the interpreter runs them too.
 """

@@ -98,7 +98,7 @@ def filled(text, name, lines):
 
 
 def readme(folder=FOLDER):
-    "What README.md should be."
+    "Return what README.md should be."
     text = (folder / "README.md").read_text(encoding="utf-8")
     for name, make in (("h200", gpu_table), ("cpu", cpu_table)):
         path = folder / "results" / f"{name}.json"

@@ -52,7 +52,7 @@ def collect(rest):
 
 
 def group(name):
-    "Tests of one group compile the same kernels: one form and, where functions have sizes of their own, one function."
+    "Tests of one group compile the same kernels: one form and, where functions have separate sizes, one function."
     if BIG.search(name):
         return "big"
     function, _, parameters = name.partition("[")

@@ -108,7 +108,7 @@ class Reader:
 
 
 def bounds(launch, text, programs, sequences, T):
-    "What one recorded launch reads: a `Reader` that has read."
+    "Return what one recorded launch reads: a `Reader` that has read."
     kernel, args, kwargs = launch
     values = dict(zip(kernel.arg_names, args)) | kwargs
     given = {f"%{n}": (v, v) for n, v in values.items() if type(v) is int}

@@ -46,7 +46,7 @@ class Pool:
             theirs.close()
 
     def run(self, function, *arguments, **options):
-        "What the function gave in each process, or its error as text; None for a process that is gone."
+        "Return what the function gave in each process, or its error as text; None for a process that is gone."
         for pipe in self.pipes:
             pipe.send((function, arguments, options))
         found = []

@@ -37,7 +37,7 @@ def call(a, form, cu_seqlens=None, oracle=False, **options):
 
 
 def one_sequence(a, form, i, lo, hi):
-    "Sequence i of a packed batch as a batch of its own."
+    "Sequence i of a packed batch as a separate batch."
     def cut(name, t):
         if t is None or name in PER_CHANNEL or (name == "A" and form == "s6"):
             return t

@@ -316,7 +316,7 @@ def test_the_mambas_equal_those_of_transformers(kind, options, steps):
     agree(layer, layer, theirs, torch.randn(2, steps, 24))
 
 
-# What all baselines have in common ----------------------------------------------------------------------------
+# Properties of all baselines ----------------------------------------------------------------------------
 
 ALL = sorted(MIXERS)
 MATRICES = sorted(name for name in ALL if isinstance(build_mixer(name, 16), MatrixMixer))

@@ -15,7 +15,7 @@ from scan_cases import DEVICE
 GPU = DEVICE == "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 INPUTS = ("q", "k", "x", "b", "z")
-# What a step may hold: other numbers, numbers whose products overflow, the largest there are, and what is no number.
+# A step may hold: other numbers, numbers whose products overflow, the largest there are, and what is no number.
 CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
 
 

@@ -35,7 +35,7 @@ def fails(capsys, argv, code=1):
     return err.removeprefix("longhorn: error: ").strip()
 
 
-# What the command line itself can get wrong: exit code 2
+# Errors of the command line itself: exit code 2
 
 @pytest.mark.parametrize("argv, says", [
     ([], "Missing subcommand"), (["reproduc"], "did you mean 'reproduce'?"), (["zzz"], "there are: reproduce, claims, prepare, train-lm, generate"),
@@ -382,7 +382,7 @@ def tiny(text, out, *flags):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    "Prepared text in a folder of its own, and one thread: these models are too small for two."
+    "Prepared text in a separate folder, and one thread: these models are too small for two."
     import torch
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
     threads = torch.get_num_threads()

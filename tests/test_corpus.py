@@ -21,7 +21,7 @@ def bytes_of(found):
 
 
 def expected(source, **options):
-    "What a corpus of byte tokens holds, from the documents and the rule of the split."
+    "Return what a corpus of byte tokens holds, from the documents and the rule of the split."
     parts = {"train.bin": b"", "val.bin": b""}
     for part, text in split(load_documents(source), by_name=source == "stdlib", **options):
         parts[f"{part}.bin"] += text.encode() + b"\0"

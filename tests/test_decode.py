@@ -196,7 +196,7 @@ def test_gpu_convolution_steps_are_the_convolution(W, dtype):
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled"))
 def test_gpu_layer_in_a_cuda_graph(name):
-    "A recorded step goes on from where the cache stands, token after token."
+    "A recorded step resumes from the cache, token after token."
     torch.manual_seed(0)
     layer, h = build_mixer(name, 64).to(DEVICE), torch.randn(3, 12, 64, device=DEVICE)
     with torch.no_grad():

@@ -113,7 +113,7 @@ def outputs():
 
 
 def test_committed_outputs_hold_pictures_and_no_widget():
-    "Sliders live where somebody moves them; a page has the curves, which need no front end."
+    "Sliders work in a running notebook; a page has the curves, which need no front end."
     kinds = {kind for data in outputs() for kind in data}
     assert "image/png" in kinds and not [kind for kind in kinds if "widget" in kind]
     assert "widgets" not in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["metadata"]

@@ -1,4 +1,4 @@
-"""What kills, damage and full disks do to records, claims, exports and prepared text: `make faults`. Children are forked from one warm process."""
+"""Effects of kills, damage and full disks on records, claims, exports and prepared text: `make faults`. Children are forked from one warm process."""
 import itertools, json, os, random, re, resource, shutil, signal, sys
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def warm(tmp_path_factory):
 
 
 def writes(folder):
-    "What `longhorn generate` makes of a folder: exit code and everything printed."
+    "Return what `longhorn generate` makes of a folder: exit code and everything printed."
     return child(["generate", str(folder), "--tokens", "8", "--top-k", "1", "--prompt", "a"], folder.parent / "generate")[:2]
 
 

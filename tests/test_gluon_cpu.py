@@ -85,7 +85,7 @@ CASES = [
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]
-# widths that are no multiple of a block: what two blocks have in common counts once, whichever way it begins in its vector of copies
+# widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
 CASES += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
     dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
     dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
@@ -150,7 +150,7 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
 
 @pytest.mark.parametrize("D, few", ((40, False), (47, False), (40, True)))
 def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
-    "Of the whole width the last block writes last; of the first 32 channels no block begins early."
+    "Of the whole width the last block writes last; of the first 32 channels no block starts early."
     (whole,), (part,) = exact_gradients(D, [37], few), exact_gradients(D, [37], few, slice(32))
     assert all(torch.equal(whole[name][..., :32], part[name]) for name in ("x", "b", "z", "b_bias", "D_skip"))
     assert torch.equal(whole["initial_state"][:, :32], part["initial_state"])
@@ -220,7 +220,7 @@ def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
     plain, up = [[0, 1], [0, 2], [1, 0]], [[0, 1], [0, 2], [1, 3]]
     assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(plain, [[1, 0], [0, 1], [0, 2]]) == [0, 2, 4, 6, 1, 3, 5, 7]
-    with pytest.raises(ValueError, match="a place of its own"):
+    with pytest.raises(ValueError, match="a separate place"):
         read(plain, [[0, 1], [0, 2], [0, 3]])
 
 

@@ -1,6 +1,9 @@
-"""The house keeps its shape: sizes, directions of imports, one place per mechanism. An issue that raises a budget states the number."""
+"""The house keeps its shape: sizes, imports, one place per mechanism, pages, wording. An issue that raises a budget states the number."""
 import ast
+import io
+import json
 import re
+import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -10,9 +13,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 5950, "package": 13850, "tests": 10560, "kernels and docs": 2900} # lines without blanks and cell markers
+BUDGET = {"lab": 5950, "package": 13850, "tests": 10640, "kernels and docs": 2900} # lines without blanks and cell markers
 CHARACTERS = 809_000 # 730,000 is wanted
 LARGE = {"scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable"} # modules over 400 lines (kernel files 600)
+WORDING = 500 # sentences with an odd phrase
+LESSON, CELLS = 1.5, 200 # exported lines per lesson line of a folder; exported cells over 15 lines on all lesson pages
+NOUN = "byte|token|second|seed|width|channel|head|step|size|layer|model|row|task|page|claim|chunk|parameter|epoch|file|job|cell|line|image|element"
+ODD = re.compile( # write: per; separate; starts; resumes; prints, raises; if missing; unused; and start a docstring with a verb
+    rf"\b(?:bit|byte|token|dot|panel|row|line|number|time|step|second|point|image|curve)s? an? (?:{NOUN})\b|\bof (?:its|their) own\b"
+    r"|\b(?:begins?|begun)\b|\bgo(?:es)? on (?:where|with|from)\b|\b(?:is|are|was) (?:said|told)\b|\bsays? so\b"
+    r"|\b(?:nobody|somebody|anyone)\b|\bin one line\b|\b(?:where|if|when) there (?:is|are) none\b|^\W*What\b(?!.*\?)|^\W*Inside,")
 ONE_PLACE = { # mechanism -> pattern
     "file lock": r"\bflock\(|\bFileLock\(|\bO_EXCL\b",
     "process start": r"\bProcess\(|\bPopen\(|\bspawn\(|\bProcessPoolExecutor\(|\bLocalExecutor\(",
@@ -93,3 +103,62 @@ def test_imports_go_one_way_and_in_no_circle():
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
 def test_a_mechanism_stands_in_one_place(mechanism):
     assert len([name for name, text in modules().items() if re.search(ONE_PLACE[mechanism], text)]) <= 1
+
+
+@cache
+def cells(path):
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+PAGES = [path for path in sorted((ROOT / "nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+
+
+def is_exported(source):
+    return re.search(r"^#\| *export", source, re.M) is not None
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_no_three_exported_cells_stand_without_a_sentence_between(path):
+    run = 0
+    for kind, source in cells(path):
+        if kind == "markdown" and len(re.findall(r"[A-Za-z]{2,}", source)) >= 12:
+            run = 0
+        run += kind == "code" and is_exported(source)
+        assert run <= 2, source[:200]
+
+
+def test_lesson_pages_are_lessons():
+    exported, lesson, long = Counter(), Counter(), 0
+    for path in PAGES:
+        folder = path.relative_to(ROOT / "nbs").parts[0]
+        for kind, source in cells(path) if folder != "machine" else ():
+            size = len([line for line in source.splitlines() if line.strip()])
+            if kind == "code" and is_exported(source):
+                exported[folder], long = exported[folder] + size, long + (size > 16)
+            elif kind == "code" and re.search(r"\bprint\(|\bassert\b|\bplt\.|\bax\w*\.|\bfig\b|\bcheck\w*\(", source):
+                lesson[folder] += size
+    assert {folder: n / lesson[folder] for folder, n in exported.items() if n > LESSON * lesson[folder]} == {}
+    assert long <= CELLS
+
+
+def prose(path):
+    "Markdown without code and formulas, and the comments, docstrings and messages of four words or more, of a file."
+    text = path.read_text(encoding="utf-8")
+    strip = lambda part: re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", part, flags=re.S)
+    for kind, source in cells(path) if path.suffix == ".ipynb" else [("markdown" if path.suffix == ".md" else "code", text)]:
+        if kind == "markdown":
+            yield from strip(source).splitlines()
+            continue
+        source, strings = re.sub(r"^[%!].*$", "", source, flags=re.M), {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+        try:
+            yield from (token.string.lstrip("#frbu\"' ") for token in tokenize.generate_tokens(io.StringIO(source).readline)
+                        if token.type in strings and (token.type == tokenize.COMMENT or token.string.count(" ") >= 3))
+        except (tokenize.TokenError, SyntaxError): # a stub or a shell command
+            continue
+
+
+def test_wording():
+    files = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("tests/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("docs/*.py"), ROOT / "kernels/README.md"]
+    found = [(path.name, line) for path in files if path.name != "test_house.py" for line in prose(path) if ODD.search(line)]
+    assert len(found) <= WORDING, found[:20]
+    assert [line for name, line in found if name in ("README.md", "index.ipynb")] == []

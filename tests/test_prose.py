@@ -1,6 +1,6 @@
 """No number without a source: what the book's prose states as measured is printed by the page, recorded, or published.
 
-A *stated number* is one with a unit of measurement (ms, %, times, bits a byte, ...) and at least two digits, or any
+A *stated number* is one with a unit of measurement (ms, %, times, bits per byte, ...) and at least two digits, or any
 decimal of three digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
 powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must be found, to the
 digits that it is stated with, in one of these places:
@@ -184,7 +184,7 @@ def language_cache():
 
 
 def backward_counter(name):
-    "What the profiler said of the diagonal backward whose lanes meet, in per cent."
+    "Return the profiler's figures of the diagonal backward whose lanes meet, in per cent."
     return 100 * read_json(ROOT / "kernels/results/h200_diagonal_steps.json")["counters"]["backward_meetings"][name]
 
 

@@ -1,4 +1,4 @@
-"""What `make release` refuses, and that it tags last; a stand-in for Python builds and installs nothing."""
+"""The refusals of `make release`, and that it tags last; a stand-in for Python builds and installs nothing."""
 import os
 import re
 import shutil

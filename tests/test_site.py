@@ -27,7 +27,7 @@ def text_of(name):
 
 
 class Page:
-    "What the tests ask of a page: its anchors, links, loaded files, pictures and text outside of <script>."
+    "Read from a page what the tests ask for: its anchors, links, loaded files, pictures and text outside of <script>."
     def __init__(self, path):
         soup = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
         self.ids = {tag["id"] for tag in soup.find_all(id=True)} | {tag.get("name") for tag in soup.find_all("a")}
@@ -231,7 +231,7 @@ STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
 
 @pytest.mark.parametrize("path", build.notebooks(), ids=lambda path: path.stem)
 def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
-    text, stub = "", None # since the last solution: what was said, and the stub that has none yet
+    text, stub = "", None # text since the last solution, and the stub that has none yet
     for cell in build.read(path)["cells"]:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell["metadata"].get("tags", ())
         if cell["cell_type"] == "markdown":

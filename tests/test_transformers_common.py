@@ -33,7 +33,7 @@ def suite(tmp_path_factory):
 
 
 def make_suite(folder):
-    "The tests in `folder` as a package of its own name, applied to our classes."
+    "The tests in `folder` as a package under a separate name, applied to our classes."
     (folder / "__init__.py").touch()
     package = types.ModuleType("hf_tests")
     package.__path__ = [str(folder)]

@@ -43,7 +43,7 @@ AMD = {"_sum_kernel": (48, 0, 1), "_scan_fwd_kernel": (352, 0, 9), "_adjoint_ker
 
 
 def without_interpreter(*command):
-    "What a command prints with the kernels compiled, also where the tests interpret them: (output, errors)."
+    "Return what a command prints with the kernels compiled, also where the tests interpret them: (output, errors)."
     env = os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -51,7 +51,7 @@ def without_interpreter(*command):
 
 
 def compiled(what, targets, only=""):
-    "What kernels/aot.py reports, one dictionary a kernel and target."
+    "Return what kernels/aot.py reports, one dictionary per kernel and target."
     found, _ = without_interpreter("kernels/aot.py", "--json", "--what", what, "--only", only, "--target", *targets)
     return [json.loads(line) for line in found.splitlines()]
 
@@ -202,7 +202,7 @@ for case in itertools.product(FORMS, (torch.bfloat16, torch.float32), (72, 69), 
 @pytest.mark.parametrize("case", [
     "torch.float32, 72, True", pytest.param("torch.bfloat16, 69, False", marks=pytest.mark.slow)])
 def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(case):
-    """The same operations, each with a rounding of its own in the PTX. Where lengths may be ragged, the exact backward has its
+    """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the exact backward has its
     loop's body once more, for the last chunk."""
     said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
 for form in FORMS:
@@ -230,7 +230,7 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
 
 
 def test_inputs_begin_where_copies_can():
-    "A contiguous tensor may begin anywhere: a packed batch without its first tokens, a view into a flat buffer."
+    "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
     from longhorn_kit.scan.triton_diagonal import _aligned, _keys
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
     k = torch.randn(161, dtype=torch.bfloat16)[1:].view(1, 10, 16)

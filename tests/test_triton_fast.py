@@ -12,7 +12,7 @@ from longhorn_kit.scan import triton_diagonal, triton_op
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
-OWN_RATES = FORMS[2:]              # every state has a gate of its own
+OWN_RATES = FORMS[2:]              # every state has a separate gate
 SHAPES = [(2, 64, 64, 16), (2, 67, 40, 16), (1, 300, 136, 16), (3, 33, 8, 5), (1, 1, 24, 1), (2, 16, 2048, 16), (1, 2500, 72, 16),
           (2, 67, 132, 16), (1, 40, 134, 5),
           (2, 67, 33, 16), (3, 33, 1, 5), (1, 1100, 67, 16), (2, 19, 2047, 16)]       # the last four: odd widths, without copies
@@ -59,7 +59,7 @@ def test_exact_at_ragged_ends(N):
 
 @pytest.mark.parametrize("D, N", ((2040, 16), (2046, 16), (2047, 16), (2040, 128)))
 def test_exact_in_wide_blocks_of_ragged_widths(D, N):
-    "So many channels that a block has 32; the last begins early. Lengths of whole chunks and not, and run to run."
+    "So many channels that a block has 32; the last starts early. Lengths of whole chunks and not, and run to run."
     for T in (64, 67):
         assert_close(errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
     a, dout, dfinal = inputs(5, 67, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)

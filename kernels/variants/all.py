@@ -1,7 +1,7 @@
 """Run every variant of this folder on a GPU, one script after the other.
 
     python kernels/variants/all.py              # every script
-    python kernels/variants/all.py plans exact  # those whose name begins so
+    python kernels/variants/all.py plans exact  # those whose name starts with a word
 """
 import pathlib
 import subprocess

@@ -18,7 +18,7 @@ from shared import SHAPES, inputs
 from longhorn_kit.scan import triton_exact
 
 RINGS = dict(forward=(3, 4, 5, 6, 8), backward=(2, 3, 4))
-# also rows that do not begin with a sector of memory, and copies of 8 bytes
+# also rows that do not start at a sector of memory, and copies of 8 bytes
 SIZES = SHAPES | {f"S1, D={D}": (*SHAPES["S1"][:2], D, 16) for D in (2040, 2044)}
 default_ring = triton_exact._ring
 

@@ -1,4 +1,4 @@
-"""The portable forward with other block sizes, and what its memory mode costs: checked against the default plan, then timed.
+"""The portable forward with other block sizes, and the cost of its memory mode: checked against the default plan, then timed.
 
     python kernels/variants/portable_forward.py [--out FILE.json]      # about two minutes on an H200, most of it the compiler's
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the shapes, the inputs of a scan, and the official kernels' times."""
+"""Parts that the scripts of this folder share: the shapes, the inputs of a scan, and the official kernels' times."""
 import pathlib
 import sys
 
