@@ -1,3 +1,6 @@
+import json, re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +106,48 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
     for name, symbol in SYMBOLS.items():
         assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(symbol.shape)
+
+
+# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the letter is a formula by itself, or stands
+# alone (with others, between commas) to the left of =, ∈, ≤, ( or ←, before the equation, in it or in the paragraph behind it.
+BOOK = Path(__file__).parents[1] / "nbs"
+INDEX = re.compile(r"_(?:\{[^{}]*\}|\\?\w)|\^(?:\\top|\{[^{}]*\\top\}|[2']|\{-1\})|'")
+GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|varepsilon|eta|theta|kappa|lambda|mu|sigma|omega|Delta|Lambda)\b")
+FORMULA = re.compile(r"\$\$(.*?)\$\$|(?<!\$)\$([^$]+)\$", re.S)
+
+
+def text_of(page, kinds=("markdown",)):
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads((BOOK / page).read_text())["cells"] if cell["cell_type"] in kinds)
+
+
+def letters(formula):
+    formula = INDEX.sub(" ", re.sub(r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}", " ", formula))
+    return {*GREEK.findall(formula), *re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))}
+
+
+def introduced(text):
+    parts = [part for pair in FORMULA.findall(text) for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair))]
+    parts = [re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part) for part in parts]
+    left = [re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)[0] for part in parts]
+    return set().union(*(letters(part) for part in left if not re.sub(r"[\w\s,{}.]", "", GREEK.sub("", INDEX.sub("", part)))))
+
+
+def strangers(text, known):
+    for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
+        near = text[:match.end()] + "\n" + text[match.end():].lstrip("\n").split("\n\n")[0]
+        yield from ((match[2], letter) for letter in sorted(letters(match[1]) - known - introduced(near)))
+
+
+def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
+    rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
+    known = letters(" ".join([*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]))
+    for page in (page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))):
+        assert not (found := list(strangers(text_of(page), known))), f"{page.name}: (equation, letter) {found}: introduce them, or extend the table"
+    for text, found in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
+        assert [letter for _, letter in strangers(text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", known)] == found
+
+
+def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():
+    for term, line in re.findall(r"^- \*\*(.+?)\*\*(.*)$", text_of("glossary.ipynb"), re.M):
+        for page in re.findall(r"\]\(([^)]+\.ipynb)\)", line):
+            assert re.search(rf"\b{re.escape(term)}", text_of(page, ("markdown", "code")), re.I), f"{term!r} of the glossary is not used in {page}"

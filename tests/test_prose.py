@@ -14,9 +14,7 @@ A wrong number of two digits is often one of these by accident: of numbers put i
 is to print the number in the cell above it. What remains stands below: in `DERIVED` with the formula that gives it
 from a record, which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
 """
-import json
-import math
-import re
+import json, math, re
 from functools import cache
 from pathlib import Path
 import pytest
@@ -38,7 +36,7 @@ UNITS = { # unit as written -> (factors from a printed or recorded value, fields
     r"hours": ((1,), "-"),
     r"KiB": ((1, 1 / 1024), r"bytes"), r"kB": ((1, 1e-3), r"bytes"), r"MiB": ((1, 2**-20), r"bytes"),
     r"MB": ((1, 1e-6), r"bytes"), r"GiB": ((1, 2**-30), r"bytes"), r"GB": ((1, 1e-9), r"bytes"), r"TB/s": ((1, 1e-12), r"^bytes$"),
-    r"W|watts": ((1,), r"watts"), r"nats|bits a byte|tokens/s|tokens a second|images a second": ((1,), "-"),
+    r"W|watts": ((1,), r"watts"), r"nats|bits (?:a|per) byte|tokens/s|(?:tokens|images) (?:a|per) second": ((1,), "-"),
     r"times|×(?!\s*[\d$])": ((1,), r"_over_")}
 BARE = ((1, 100), r"_ms$|_us$|^S\d$|_over_|share|per_x|error") # a number without a unit, of a table for example
 UNIT = "|".join(UNITS)
@@ -246,7 +244,7 @@ def test_derived_numbers_are_what_their_formulas_give_and_no_exception_outlives_
 @pytest.mark.parametrize("prose, found", [
     ("takes 0.18 ms, or 1.5 times as long", ["0.18 ms", "1.5 times"]), ("0.17 / 0.55 and 3.3 ms", ["0.17 ms", "0.55 ms", "3.3 ms"]),
     ("by 12 and by 15 points", ["12 points", "15 points"]), ("of $0.013$ nats", ["0.013 nats"]), ("$92.5 \\pm 0.4$ %", ["92.5"]),
-    ("92.5 ± 0.4 %", ["92.5 %"]), ("1,234 tokens a second", ["1,234 tokens a second"]), ("costs −2.61 then", ["−2.61"]),
+    ("92.5 ± 0.4 %", ["92.5 %"]), ("1,234 tokens per second", ["1,234 tokens per second"]), ("costs −2.61 then", ["−2.61"]),
     ("64 × 1024 at 2 % with 128 W", []), ("`0.123 ms` in [x](../a/12_b.ipynb) of arXiv 2407.14207 on Python 3.11 to 3.13", []),
 ])
 def test_what_counts_as_stated(prose, found):
@@ -262,8 +260,7 @@ def test_a_wrong_number_is_found(monkeypatch):
 
 
 def test_the_mixer_of_the_contributing_guide_works():
-    import textwrap
-    import torch
+    import textwrap, torch
     from longhorn_kit.models.mixer import MIXERS
     code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S)[1]
     try:

@@ -12,7 +12,7 @@ from longhorn_kit.records import write_record
 
 
 class Page(HTMLParser):
-    "Return what a page holds; fails on a tag that is closed out of order."
+    "Collect the content of a page; fail on a tag that is closed out of order."
     def __init__(self, text):
         super().__init__()
         self.open, self.tags, self.text = [], [], []

@@ -17,24 +17,24 @@ from ..models.lm import LMConfig, count_parameters
 from ..records import read_json, read_jsonl
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-007
-ROOT, RECORDED = Path(longhorn_kit.__file__).parent.parent, "NVIDIA H200" # a checkout, with its records of this GPU
+ROOT, RECORDED = Path(longhorn_kit.__file__).parent.parent, "NVIDIA H200" # a checkout of the kit; the recorded GPU
 LANGUAGE, MACHINE = "nbs/lab/results/language", "kernels/results/machine_h200.json"
-VOCABULARY, PARTS = {"bytes": 256, "gpt2": 50257}, (24576, 65536) # tokens: of tokenizers, of recorded parts of a step
-NODE, NETWORK, FULL = 8, 40.0, 0.9 # assumed: GPUs of a node; GB/s per GPU between nodes; share of the memory to fill
-AGAIN = (1, 1), (1.25, 1.5) # work of blocks, and, assumed, of blocks that are recomputed
-GPUS = { # bytes, of the H200 as torch reports them; published, per second: bytes, operations by precision (no: float32)
+VOCABULARY, PARTS = {"bytes": 256, "gpt2": 50257}, (24576, 65536) # vocabulary sizes; tokens of recorded parts of a step
+NODE, NETWORK, FULL = 8, 40.0, 0.9 # assumed: GPUs per node; GB/s per GPU between nodes; share of the memory to fill
+AGAIN = (1, 1), (1.25, 1.5) # work of a block: recorded, and recomputed in the backward pass (assumed)
+GPUS = { # memory in bytes (H200: as torch reports it); published bytes and operations per second (no: float32)
     RECORDED: dict(memory=150.1e9, bandwidth=4.8e12, bf16=989e12, no=67e12),
     "NVIDIA H100": dict(memory=80e9, bandwidth=3.35e12, bf16=989e12, no=67e12)}
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-008
 @cache
 def record(name):
-    "Return a committed record by its path from the root; ValueError if this installation has none."
+    "Return a committed record by its path from the root; ValueError if this installation lacks it."
     if not (ROOT / name).exists():
         raise ValueError(f"{ROOT / name} is missing; the planner reads the records of a checkout of the kit")
     return read_json(ROOT / name)
 
-model_of = cache(lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])) # of a step
+model_of = cache(lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])) # of recorded steps
 
 def recorded_steps(**like) -> list:
     "Return the timed steps of throughput.json with these values."
@@ -79,7 +79,7 @@ def parts_of(row: dict) -> dict:
     return spent | {"pointwise": spent["pointwise"] - loss, "loss": loss}
 
 def scaled_parts(row: dict, work: dict, gpu: str = RECORDED, precision: str = "bf16") -> dict:
-    "Return the seconds of the parts of a step with other work, maybe on another GPU: equation (2)."
+    "Return the seconds of the parts of a step with other work, on the recorded GPU or another one: equation (2)."
     then, now, old, wide = GPUS[RECORDED], GPUS[gpu], recorded_work(row), 1 if precision == "bf16" else 2
     slower = dict.fromkeys(work, then["bandwidth"] / now["bandwidth"] * wide)
     slower |= {"matrix products": then["bf16"] / now[precision], "optimiser": slower["optimiser"] / wide}
@@ -91,7 +91,7 @@ def ends(values) -> np.ndarray:
     return np.array([min(values := list(values)), max(values)])
 
 def repeats() -> np.ndarray:
-    "Return the shortest and longest time of steps timed again, over the recorded time, (2,)."
+    "Return the shortest and longest time of steps timed again, over the recorded time (2,)."
     first = {row["mixer"]: row["ms"] for row in recorded_steps(compile=True, context=1024)}
     again = record(f"{LANGUAGE}/steps.json")["rows"]
     return ends([1.0, *(ms / first[row["mixer"]] for row in again for ms in row["ms"])])
@@ -120,7 +120,7 @@ def sending_seconds(p) -> float:
 # %% ../../nbs/machine/planner.ipynb #34_planner-022
 @cache
 def recorded_runs() -> dict:
-    "Return plan, seconds of a step (2,) and peak bytes of every recorded run, by name; first lines warm up."
+    "Return plan, seconds of a step (2,) and peak bytes of every recorded run, by name, without its warm-up."
     result = {}
     for folder in sorted(path.parent for path in (ROOT / LANGUAGE / "gpus").glob("*/metrics.jsonl")):
         about, model = (read_json(folder / name) for name in ("config.json", "lm_config.json"))
@@ -158,7 +158,7 @@ class Plan:
     micro_batches: int # parts of a step
 
     def __post_init__(self):
-        self.batch, self.blocks = self.train.batch_size * self.train.context, self.config.n_layer + 1 # with the ends
+        self.batch, self.blocks = self.train.batch_size * self.train.context, self.config.n_layer + 1 # and the ends
         self.tokens, self.again = self.batch // self.gpus // self.micro_batches, AGAIN[self.train.checkpoint_blocks]
         self.sharding = {"auto": "ddp" if self.gpus > 1 else "none"}.get(self.train.sharding, self.train.sharding)
         self.shards = {"fsdp": self.gpus, "hsdp": min(self.gpus, NODE)}.get(self.sharding, 1)
@@ -177,7 +177,7 @@ class Plan:
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-025
 def memory_of(p: Plan) -> dict:
-    "Return the bytes (2,) of each thing in a GPU's memory at the worst moment: equation (1)."
+    "Return the bytes (2,) of each kind in a GPU's memory at its peak: equation (1)."
     P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or p.tokens, p.tokens)
     wide = np.array([1, 1.001 if half else 2.002]) # allocations are rounded up; float32 keeps at most twice as much
     loss = p.config.vocab_size * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model) * wide
@@ -185,12 +185,13 @@ def memory_of(p: Plan) -> dict:
     kept = (ends(map(kept_per_channel, p.like)) * whole + inputs) * wide * p.tokens * p.config.d_model
     copies = 2 * P * half * np.array([p.shards == 1, 1]) # FSDP gathers block by block
     buckets = 4 * P / p.shards * (p.gpus > 1) + 4 * P * (p.micro_batches > 1)
-    gradients = np.maximum(buckets, 4 * P - kept - loss) # without buckets they take the place of activations
+    gradients = np.maximum(buckets, 4 * P - kept - loss) # without buckets they reuse the memory of activations
     return {"weights": 4 * P / p.shards + copies, "Adam": 8 * P / p.shards * np.ones(2),
             "gradients": gradients, "activations": kept, "loss": loss}
 
+# %% ../../nbs/machine/planner.ipynb #04a9a3a0
 def unseen_in(p: Plan) -> list:
-    "Say what about a plan no recorded step had."
+    "List the properties of a plan that no recorded step had."
     P, old, context, contexts = p.parameters, p.like[0], p.train.context, [row["context"] for row in p.like]
     size = 0.9 < P / old["parameters"] < 1.1 and p.config.vocab_size == model_of(old["preset"], old["mixer"]).vocab_size
     return [text for seen, text in (
@@ -203,7 +204,7 @@ def unseen_in(p: Plan) -> list:
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-026
 def work_seconds(p: Plan) -> dict:
-    "Return the seconds per step (2,) of each part, and of the communication not hidden."
+    "Return the seconds per step (2,) of each part, and of the communication that nothing hides."
     of_part = lambda parts: sum(parts.values()) - parts["optimiser"]
     work = work_of(p.config, p.parameters, p.tokens, p.train.context)
     scaled = sorted((scaled_parts(row, work, p.gpu, p.train.precision) for row in p.like), key=of_part)
@@ -220,7 +221,7 @@ def waiting_seconds(p: Plan) -> np.ndarray:
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-042
 def check_setting(train, tokenizer, gpus, gpu, micro_batches, network):
-    "Raise ValueError for a setting that cannot be planned."
+    "Raise ValueError if a setting cannot be planned."
     kind, batch, each = train.sharding, train.batch_size, max(1, gpus * (parts := max(1, micro_batches or 1)))
     able = sorted((n for n in range(1, batch + 1) if batch % (n * parts) == 0), key=lambda n: abs(n - gpus))[:2]
     sizes = [f"a batch of {n * each}" for n in (batch // each, batch // each + 1) if n]
@@ -243,9 +244,9 @@ def plan(
     preset: LMPreset,
     mixer: str, # a key of `MIXERS`
     gpus: int = 1,
-    gpu: str = RECORDED, # as torch or the data sheet names it
+    gpu: str = RECORDED, # its name in torch or on the data sheet
     micro_batches: int | None = None, # parts of a step; None: as few as the memory allows
-    network: float | None = None,  # GB/s, 1e9 bytes per second, per GPU between nodes; None: `NETWORK`
+    network: float | None = None,  # GB/s (1e9 bytes per second) per GPU between nodes; None: `NETWORK`
 ) -> Plan:
     "Plan the training of a preset with this mixer; ValueError in one sentence if it cannot be planned."
     train, tokenizer = preset.train, preset.tokenizer.split(":")[0]
@@ -259,7 +260,7 @@ def plan(
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-028
 def span(pair, unit: str) -> str:
-    "Write a range (2,) with three digits, rounded outward; hours in a unit that shows them."
+    "Write a range (2,) with three digits, rounded outward; hours in minutes or seconds where they are short."
     if "hours" in unit and pair[1] < 1:
         name, size = ("minutes", 60) if pair[1] * 60 >= 1 else ("seconds", 3600)
         pair, unit = pair * size, unit.replace("hours", name)
@@ -267,11 +268,12 @@ def span(pair, unit: str) -> str:
     outward = (cut(value / step) * step for cut, value, step in zip((np.floor, np.ceil), pair, steps))
     return " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in outward) + f" {unit}"
 
+# %% ../../nbs/machine/planner.ipynb #2e22f1c3
 def sureness(p: Plan) -> list:
-    "Return lines on what was measured, given and assumed."
+    "Return the lines that list measured, given and assumed numbers."
     (quick, late), (least, most), known = repeats(), 1e3 * waits()["fsdp"], "assumed" if p.assumed else "measured"
     source = "given      {} GB/s" if p.network else "assumed    {} GB/s (--network gives another)"
-    return [text for told, text in (
+    return [text for shown, text in (
         (True, f"measured   recorded steps: {len(p.like)}; repeats took {quick:.2f} to {late:.2f} of their time"),
         *((True, f"assumed    {text}") for text in p.assumed),
         (p.unseen, f"assumed    for all of that: a factor of {p.margin:.2f} to both sides, as held-out steps needed"),
@@ -281,7 +283,7 @@ def sureness(p: Plan) -> list:
         (p.shards > 1, f"{known:10} the host needs {least:.1f} to {most:.1f} ms per block with FSDP"),
         (p.micro_batches != p.train.gradient_accumulation_steps,
          f"train with --gradient-accumulation-steps {p.micro_batches}; "
-         f"the preset says {p.train.gradient_accumulation_steps}")) if told]
+         f"the preset says {p.train.gradient_accumulation_steps}")) if shown]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-029
 def plan_text(preset: LMPreset | str, mixer: str, **options) -> str:

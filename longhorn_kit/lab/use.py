@@ -18,7 +18,7 @@ from ..records import standing
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
 class UsageError(ValueError):
-    "The command line itself is wrong: exit code 2."
+    "The command line is wrong: exit code 2."
 
 def writable_folder(path: str | Path) -> Path:
     "Make a folder if it is missing and try to write in it; OSError names a folder that cannot be written."
@@ -32,7 +32,7 @@ def writable_folder(path: str | Path) -> Path:
 
 # %% ../../nbs/machine/use.ipynb #36_use-007
 def model_folder(checkpoint: str | Path) -> Path:
-    "The folder with the weights; FileNotFoundError that says what is missing."
+    "Return the folder with the weights; FileNotFoundError names the missing part."
     folder = standing(checkpoint)
     if not folder.exists():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
@@ -45,7 +45,7 @@ def model_folder(checkpoint: str | Path) -> Path:
 
 # %% ../../nbs/machine/use.ipynb #36_use-009
 def stream_text(tokens, tokenizer, write):
-    "Write the text of tokens as they come, never half a character."
+    "Write the text of tokens as they arrive, in whole characters only."
     waiting = []
     for token in tokens:
         waiting.append(int(token))
@@ -58,18 +58,18 @@ def stream_text(tokens, tokenizer, write):
 
 # %% ../../nbs/machine/use.ipynb #36_use-012
 def load_writer(folder: Path, tokenizer: str | None):
-    "A model and its tokenizer; ValueError or OSError in one line."
+    "Return a model and its tokenizer; ValueError or OSError in one sentence."
     from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
     if not is_export(folder):
         return load_own(folder, tokenizer)
     from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
     model, words = load_pair(folder, tokenizer)
     if not isinstance(model, LonghornForCausalLM):
-        raise ValueError(f"{folder} holds a {model.config.model_type} model, which is not one of the kit's")
+        raise ValueError(f"{folder} holds a {model.config.model_type} model, which the kit cannot run")
     return from_transformers(model).eval(), words
 
 def generate_from(o, folder: Path):
-    "Print the prompt and what the model makes of it, token by token."
+    "Print the prompt and its continuation, token by token."
     import torch
     from longhorn_kit.records import readable
     model, tokenizer = load_writer(folder, o.tokenizer)
@@ -77,7 +77,7 @@ def generate_from(o, folder: Path):
     ids = torch.tensor([list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device)
     show = lambda text: print(readable(text), end="", flush=True)
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
-    first = list(itertools.islice(new, 1)) # what is wrong with the arguments is said before anything else
+    first = list(itertools.islice(new, 1)) # errors in the arguments come before the prompt
     show(o.prompt)
     stream_text(itertools.chain(first, new), tokenizer, show)
     print()
@@ -85,8 +85,8 @@ def generate_from(o, folder: Path):
 # %% ../../nbs/machine/use.ipynb #36_use-014
 @dataclass
 class Generate:
-    "Let a trained model continue a prompt; prints token by token."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, of the run that trained it, or an export
+    "Continue a prompt with a trained model, token by token."
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model, of its training run, or of an export
     prompt: str = "The "       # text to continue; - reads it from standard input
     tokens: int = 200          # tokens to add
     temperature: float = 1.0   # 0: always the most probable token
@@ -120,20 +120,20 @@ def evaluate_from(o, folder: Path, path: Path):
             record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
     except evaluation.UnknownTask as error:
         raise UsageError(error) from None
-    print(evaluation.score_table(record), flush=True) # seen even if the file cannot be written
+    print(evaluation.score_table(record), flush=True) # shown even if the file cannot be written
     print(f"results: {write_json(path, record)}")
 
 # %% ../../nbs/machine/use.ipynb #36_use-017
 @dataclass
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
-    tasks: tuple[str, ...]  # lm-eval's names, recall: the six recall-intensive sets, or downstream: perplexities
-    model: str              # folder of a trained model, of the run that trained it, or of transformers
-    read: Literal["once", "twice", "both"] = "once" # twice: every context is given two times
-    shots: int | None = None      # examples before each question; by default the task's
-    limit: int | None = None      # documents a task; by default all
-    include: str | None = None    # folder with tasks of your own
-    context: int = 8192           # longest context in tokens; a longer one loses its beginning
+    tasks: tuple[str, ...]  # lm-eval's names; recall: the six recall-intensive sets; downstream: perplexities
+    model: str              # folder of a trained model, of its training run, or of transformers
+    read: Literal["once", "twice", "both"] = "once" # twice: the model reads every context two times
+    shots: int | None = None      # examples before each question; by default the task's number
+    limit: int | None = None      # documents per task; by default all
+    include: str | None = None    # folder with further tasks
+    context: int = 8192           # longest context in tokens; a longer one loses its start
     batch_size: int = 1           # requests at a time
     tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER; by default that of the training
     out: str | None = None        # JSON file of the results; by default in the model's folder
@@ -142,7 +142,7 @@ class Eval:
         folder = model_folder(self.model)
         name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
         given = {"first": self.limit, "shots": self.shots, "context": None if self.context == 8192 else self.context}
-        # a trial replaces no result
+        # a trial run replaces no result
         part = "".join(f"-{key}-{value}" for key, value in given.items() if value is not None)
         path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}{part}.json"
         if path.is_dir():
@@ -154,10 +154,10 @@ class Eval:
 @dataclass
 class Export:
     "Write a checkpoint as a folder of transformers (needs the extra hf)."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of the run that trained it
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of its training run
     folder: tyro.conf.Positional[str]     # where to write
     tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
-    context: int = 8192          # tokens that other tools may give the model at a time
+    context: int = 8192          # tokens that other tools may pass to the model at once
 
     def __call__(self):
         source, out = model_folder(self.checkpoint), Path(self.folder)

@@ -19,7 +19,7 @@ class Symbol:
     formula: str          # in our formulas, LaTeX
     shape: str            # sizes separated by commas; empty for a size
     meaning: str
-    paper: str = ""       # in the paper, LaTeX; empty where it has no symbol
+    paper: str = ""       # in the paper, LaTeX; empty if it has no symbol
     official: str = ""    # name and layout in the official code
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-018
@@ -27,7 +27,7 @@ SYMBOLS = {symbol.name: symbol for symbol in (
     Symbol("B", "B", "", "batch: sequences side by side"),
     Symbol("T", "T", "", "time: steps of a sequence", official="L"),
     Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
-    Symbol("N", "N", "", "size of a key: N state entries a channel", "m", "dstate"),
+    Symbol("N", "N", "", "state size: numbers per channel, and length of a key", "m", "dstate"),
     Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
     Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
     Symbol("x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"),
@@ -76,7 +76,7 @@ def swap_layout(
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-036
 def _expect(**given):
-    "ValueError if a shape is not the expected one; `given` is name=(tensor or None, shape, reason)."
+    "Raise ValueError for an unexpected shape; `given` is name=(tensor or None, shape, reason)."
     for name, (t, shape, reason) in given.items():
         if t is not None and t.shape != torch.Size(shape):
             got, want = tuple(t.shape), tuple(shape)

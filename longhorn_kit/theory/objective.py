@@ -121,7 +121,7 @@ class Objective:
     def __repr__(self): return f"Objective({self.name}; params: {', '.join(self.params) or 'none'})"
 
     def __call__(self, S, S_prev, k, x, **params) -> Tensor:
-        "The objective's value (...) at the candidate state `S`."
+        "Return the objective's value (...) at the candidate state `S`."
         if set(params) != set(self.params):
             raise ValueError(f"{self.name} takes the parameters {self.params}; got {sorted(params)}")
         _check_sizes(S, k, x)
@@ -142,7 +142,7 @@ class Objective:
         S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         f = lambda S: self(S, S_prev, k, x, **params)
-        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # a state a problem
+        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # one state per problem
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-031
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")

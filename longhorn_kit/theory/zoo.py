@@ -79,7 +79,7 @@ def mamba_input_a_step(S, k, x, dt, A_t) -> Tensor: # A_t (...,N): positive, com
     return mamba_step(S, k, x, dt, -A_t[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-021
-def mamba2_step(S, k, x, dt, A) -> Tensor: # one number each a head; dt positive, A negative
+def mamba2_step(S, k, x, dt, A) -> Tensor: # one number each per head; dt positive, A negative
     "Mamba-2 (SSD): `exp(dt A) S + dt x k^T` with one number for the gate."
     return gated_step(S, k, x, torch.exp(torch.as_tensor(dt * A)), dt)
 
@@ -132,7 +132,7 @@ def separate_recall_loss(
     return (beta * (S * k[..., None, :] - x[..., None]).square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-038
-SEPARATE = Objective(proximity, separate_recall_loss, "one regression a coordinate")
+SEPARATE = Objective(proximity, separate_recall_loss, "one regression per coordinate")
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-039
 def discounted_weight(
@@ -151,7 +151,7 @@ def _unit(keys): return normalize(keys, dim=-1)
 @dataclass(frozen=True)
 class Layer:
     "One row of the zoo: what a layer minimises, its update, and who published it."
-    name: str        # as its authors call it
+    name: str        # in its paper
     family: str      # "adds", "fades", "explicit" or "implicit"
     objective: str   # LaTeX
     update: str      # LaTeX
@@ -160,13 +160,13 @@ class Layer:
     step: Callable   # step(S, k, x, **gates) -> S
     oracle: Callable # oracle(S, k, x, **gates) -> S, computed without the closed form
     gates: dict      # parameter -> (low, high, shape); shape is "" for one number, or "D", "N", "DN"
-    keys: Callable = _same # what the layer does to keys before it uses them
+    keys: Callable = _same # applied to the keys before the step
     batch: int = 1   # pairs that one step takes; with more than one, k is (batch,N) and x (batch,D)
-    remark: str = "" # what the row leaves out
+    remark: str = "" # parts that the row leaves out
 
     @property
     def verified_by(self) -> str:
-        "How `oracle` finds the state."
+        "Return the method by which `oracle` finds the state."
         return "gradient by autograd" if self.family == "explicit" else "numerical minimiser"
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-046
@@ -182,7 +182,7 @@ def draw_gates(
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-048
 def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, where="", **more):
-    "A row of the gated family; `choose(k, **gates)` gives the lemma's (a, c), `rest` is LaTeX for 1 - a."
+    "Return a row of the gated family; `choose(k, **gates)` gives the lemma's (a, c), `rest` is LaTeX for 1 - a."
     def oracle(S, k, x, **gates):
         chosen_a, chosen_c = choose(k, **gates)
         return GATED.minimise(S, k, x, a=chosen_a, c=chosen_c)
