@@ -57,6 +57,7 @@ def outcomes(name: str, record: dict) -> list[tuple[Comparison, Judgement]]:
     comparisons = claim.compare(record)
     return list(zip(comparisons, judge(comparisons, LEVEL / claim.stages)))
 
+# %% ../../nbs/machine/claims.ipynb #56fb604c
 def higher_on_all(reading: str) -> tuple[Comparison, Judgement]:
     "Return the published mean gain on six recall-intensive sets, read once or twice."
     gains = recall_gains(reading)

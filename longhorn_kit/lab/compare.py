@@ -74,6 +74,7 @@ def both_cells(record: dict, first: str, second: str) -> list[tuple[dict, dict]]
     "Return the cells of two models at every size and width where both were trained."
     return [(cells[first], cells[second]) for cells in mqar_cells(record) if first in cells and second in cells]
 
+# %% ../../nbs/machine/compare.ipynb #1928b000
 def counts(cell: dict) -> bool:
     "Check that no other rate could change a cell: it is solved, or its rate lies inside the grid."
     return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
@@ -112,6 +113,7 @@ def about_mqar(record: dict) -> str:
     return (f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
             f"{states}. Learning rates {rates}, chosen on the first judged seed")
 
+# %% ../../nbs/machine/compare.ipynb #759980da
 def compare_states(record: dict) -> list[Comparison]:
     "Compare larger states with the usual one, at the size where both were trained."
     usual, found = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1], []
@@ -192,6 +194,7 @@ def tokens_at(curve: dict, level: float) -> float | None:
         before = tokens, loss
     return None
 
+# %% ../../nbs/machine/compare.ipynb #a55d4f1b
 def compare_tokens(record: dict) -> list[Comparison]:
     "Compare the tokens that Longhorn needs for Mamba's loss with Mamba's; a curve has two points or more."
     results, found, rate = record["results"], [], record["settings"]["train"]["lr"]
@@ -229,6 +232,7 @@ def compare_length(
         published=paper if mixer == "longhorn" else None)
         for (text, mixer), values in growth.items() if mixer in mixers] if longest > 1 else []
 
+# %% ../../nbs/machine/compare.ipynb #73850a3a
 def compare_needles(record: dict) -> list[Comparison]:
     "Compare how often Longhorn and Mamba write the answer hidden in the longest text, fine-tuned on short texts."
     written = {}
@@ -243,6 +247,7 @@ def compare_needles(record: dict) -> list[Comparison]:
             for (kind, length), found in written.items()
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= found.keys()]
 
+# %% ../../nbs/machine/compare.ipynb #e9d719e3
 def about_length(record):
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())

@@ -237,6 +237,7 @@ def expand_tasks(names) -> list[str]: # names of tasks and presets, alone or joi
         raise ValueError("no task was named; for example --tasks recall")
     return list(dict.fromkeys(task for word in words for task in TASK_PRESETS.get(word, (word,))))
 
+# %% ../../nbs/machine/evaluation.ipynb #99276d78
 def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # from `expand_tasks`
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)

@@ -33,6 +33,7 @@ def mark(x: float, y: float, verdict: str) -> str:
     return (f'<rect x="{x - 4.5:.1f}" y="{y - 4.5}" width="9" height="9" '
             'style="fill:var(--page);stroke:var(--u);stroke-width:1.6"/>')
 
+# %% ../../nbs/machine/forest.ipynb #6c195cca
 def _text(x, y, words, classes="", anchor="start", style=""):
     place = f'x="{x:.1f}" y="{y:.1f}" class="{classes}"'
     return f'<text {place} text-anchor="{anchor}" style="{style}">{escape(words)}</text>'
@@ -129,6 +130,7 @@ def svg(description: str, width: float, height: float, *parts: str) -> str:
             f'viewBox="0 0 {width} {height:.0f}" width="{width}" style="max-width:100%;height:auto">'
             f'<style>{style}</style>{"".join(parts)}</svg>')
 
+# %% ../../nbs/machine/forest.ipynb #3a04314d
 def forest(rows: list, title: str = "Results: one row per comparison") -> str:
     "Return the plot as HTML that fits wide pages and phones."
     pictures = {"wide": picture(rows, False, title), "narrow": picture(rows, True, title)}

@@ -36,6 +36,7 @@ def record(name):
 
 model_of = cache(lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])) # of recorded steps
 
+# %% ../../nbs/machine/planner.ipynb #8a660587
 def recorded_steps(**like) -> list:
     "Return the timed steps of throughput.json with these values."
     return [row for row in record(f"{LANGUAGE}/throughput.json")["rows"] if like.items() <= row.items()]
@@ -70,6 +71,7 @@ def work_of(config, parameters: int, tokens: int, context: int) -> dict:
 recorded_work = lambda row: work_of(
     model_of(row["preset"], row["mixer"]), row["parameters"], row["tokens"], row["context"])
 
+# %% ../../nbs/machine/planner.ipynb #bae94278
 def parts_of(row: dict) -> dict:
     "Return the seconds of each part of a recorded step."
     spent = dict.fromkeys(recorded_work(row), 0.0)
@@ -78,6 +80,7 @@ def parts_of(row: dict) -> dict:
     loss = recorded_work(row)["loss"] * MOVED[row["compile"]] / record("kernels/results/h200.json")["rates"]["bytes"]
     return spent | {"pointwise": spent["pointwise"] - loss, "loss": loss}
 
+# %% ../../nbs/machine/planner.ipynb #a766beaf
 def scaled_parts(row: dict, work: dict, gpu: str = RECORDED, precision: str = "bf16") -> dict:
     "Return the seconds of the parts of a step with other work, on the recorded GPU or another one: equation (2)."
     then, now, old, wide = GPUS[RECORDED], GPUS[gpu], recorded_work(row), 1 if precision == "bf16" else 2
@@ -135,6 +138,7 @@ def recorded_runs() -> dict:
         result[folder.name] = p, p.batch / ends(row["tokens_per_second"] for row in rows)[::-1], rows[-1]["peak_bytes"]
     return result
 
+# %% ../../nbs/machine/planner.ipynb #21210379
 @cache
 def waits() -> dict:
     "Return the seconds (2,) that GPUs wait per block: with DDP, for the host with FSDP, for kernel launches."

@@ -85,6 +85,7 @@ def find_preset(name: str) -> LMPreset: # a key of `LM_PRESETS`
         raise ValueError(f"unknown preset {name!r}; there are: {known}")
     return LM_PRESETS[name]
 
+# %% ../../nbs/machine/presets.ipynb #204b5fb4
 def override(
     preset: LMPreset,
     **changes, # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val

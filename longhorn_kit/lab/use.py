@@ -68,6 +68,7 @@ def load_writer(folder: Path, tokenizer: str | None):
         raise ValueError(f"{folder} holds a {model.config.model_type} model, which the kit cannot run")
     return from_transformers(model).eval(), words
 
+# %% ../../nbs/machine/use.ipynb #8087f13f
 def generate_from(o, folder: Path):
     "Print the prompt and its continuation, token by token."
     import torch
@@ -77,7 +78,7 @@ def generate_from(o, folder: Path):
     ids = torch.tensor([list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device)
     show = lambda text: print(readable(text), end="", flush=True)
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
-    first = list(itertools.islice(new, 1)) # errors in the arguments come before the prompt
+    first = list(itertools.islice(new, 1)) # raises errors in the arguments
     show(o.prompt)
     stream_text(itertools.chain(first, new), tokenizer, show)
     print()
