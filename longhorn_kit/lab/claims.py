@@ -147,8 +147,8 @@ CLAIMS += [
     Claim(
         name="mamba2", **_KIT,
         statement="At equal state Mamba has a lower validation loss than Mamba-2.",
-        rule="lower held-out loss with a state of the same size in the whole model (in the recorded runs, the state "
-             "of Mamba-2 is eight times as large)"),
+        rule="lower held-out loss with a state of the same size in the whole model (recorded runs of Mamba-2 "
+             "have eight times as much)"),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-012
@@ -187,16 +187,15 @@ CLAIMS += [
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-013
+_MQAR = "higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer"
 CLAIMS += [
     Claim(
-        name="passkeys", **_KIT,
-        reads="extrapolation", about=about_length, compare=compare_needles,
+        name="passkeys", **_KIT, reads="extrapolation", about=about_length, compare=compare_needles,
         statement="After fine-tuning on short texts, Longhorn finds a hidden number or fact in texts that are 16 times "
                   "as long, and Mamba does not.",
         rule="Longhorn writes a higher share of the hidden answers at the longest length, for every kind"),
     Claim(
-        name="training-speed", **_KIT,
-        timed=compare_training, times="nbs/lab/results/language/throughput.json",
+        name="training-speed", **_KIT, timed=compare_training, times="nbs/lab/results/language/throughput.json",
         statement="A Longhorn model of 120M parameters trains as fast as a Mamba model.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
         commands={"gpu": "python -c 'from longhorn_kit.lab import run, throughput; run.run(throughput.EXPERIMENT, "
@@ -213,15 +212,13 @@ CLAIMS += [
         published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2",
         statement="On multi-query associative recall Longhorn reaches higher accuracy than other state-space "
                   "models of the same size.",
-        rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer",
-        module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
+        rule=_MQAR, module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
         minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",)),
     Claim(
         name="exact-mqar", **_KIT,
         statement="On multi-query associative recall the exact form reaches higher accuracy than the diagonal one, "
                   "Mamba and DeltaNet.",
-        rule="higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer",
-        compare=partial(compare_mqar, pairs=EXACT_PAIRS), about=about_mqar, reads="mqar"),
+        rule=_MQAR, compare=partial(compare_mqar, pairs=EXACT_PAIRS), about=about_mqar, reads="mqar"),
     Claim(
         name="larger-state", **_KIT, reads="mqar",
         statement="A larger state recalls better (64 pairs in 512 tokens, d_model 64).",
@@ -263,6 +260,7 @@ CLAIMS += [
 _SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does not have
 
 def sizes_differ():
+    "Return Longhorn's excess over the models called equal in size."
     larger = lambda name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
     return [settled(f"as large as {NAMES[name]}", larger(name), False, "% larger") for name in ("attention", "gla")]
 
@@ -293,7 +291,7 @@ CLAIMS += [
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-019
 def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
-    "Return the differences in others' numbers for Longhorn and Mamba; single runs cannot be judged."
+    "Return others' differences between Longhorn and Mamba; single runs cannot be judged."
     found = []
     for measure in measures:
         sign, unit = (-1, "lower") if measure in LOWER_IS_BETTER else (1, "points")
@@ -347,12 +345,12 @@ def claim_modules() -> list[ModuleType]:
     return [importlib.import_module(f"longhorn_kit.lab.{name}") for name in names]
 
 def all_claims() -> list[Claim]:
-    "Return the rows of this page, then those of the pages that define an experiment and its claim."
+    "Return the rows of this page, then those beside their experiments."
     return CLAIMS + [claim for module in claim_modules() for claim in module.CLAIMS]
 
 # %% ../../nbs/machine/claims.ipynb #91bd021d
 def find_claim(name: str) -> Claim:
-    "Return the claim with this name; ValueError gives the nearest name if it is unknown."
+    "Return the claim with this name; ValueError suggests the nearest one."
     known = {claim.name: claim for claim in all_claims()}
     if name not in known:
         raise ValueError(f"unknown claim '{name}'{suggest(name, list(known))}")

@@ -80,6 +80,7 @@ def counts(cell: dict) -> bool:
     return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
 
 def limited(cell):
+    "Return a cell's accuracies, limited to the range from guessing to solved."
     return [min(max(value, LEARNT * cell["guess"]), SOLVED) for value in cell["accuracy"]]
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-014
@@ -129,7 +130,7 @@ def compare_states(record: dict) -> list[Comparison]:
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
-    "Return the points of comparison: the end and, after several passes, the end of the first pass."
+    "Return the points of comparison: the end of the first pass, if there are more, and of the last."
     passes = max((run["tokens"] for run in results["runs"] if "val" in run), default=0) / results["train_tokens"]
     if passes <= 1.05:
         return [("", None)]
@@ -196,7 +197,7 @@ def tokens_at(curve: dict, level: float) -> float | None:
 
 # %% ../../nbs/machine/compare.ipynb #a55d4f1b
 def compare_tokens(record: dict) -> list[Comparison]:
-    "Compare the tokens that Longhorn needs for Mamba's loss with Mamba's; a curve has two points or more."
+    "Compare the tokens that Longhorn and Mamba need for Mamba's loss."
     results, found, rate = record["results"], [], record["settings"]["train"]["lr"]
     runs = [run for run in results["runs"] if len(run.get("val", {}).get("tokens", ())) > 1]
     curves = {(run["mixer"], run["seed"]): run["val"] for run in runs}
@@ -234,7 +235,7 @@ def compare_length(
 
 # %% ../../nbs/machine/compare.ipynb #73850a3a
 def compare_needles(record: dict) -> list[Comparison]:
-    "Compare how often Longhorn and Mamba write the answer hidden in the longest text, fine-tuned on short texts."
+    "Compare how often Longhorn and Mamba write the answer hidden in the longest text."
     written = {}
     for model in record["results"]["models"]:
         for kind, found in model["needles"].items():
@@ -249,6 +250,7 @@ def compare_needles(record: dict) -> list[Comparison]:
 
 # %% ../../nbs/machine/compare.ipynb #e9d719e3
 def about_length(record):
+    "Describe the models and the texts of a record."
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
     return (f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context "
@@ -264,6 +266,7 @@ def compare_vision(record: dict) -> list[Comparison]:
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 
 def about_vision(record):
+    "Describe the data, the models and their training."
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
     return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
             f"{record['settings']['epochs']} epochs; learning rate {record['settings']['lr']:g} only")

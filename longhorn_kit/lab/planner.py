@@ -82,7 +82,7 @@ def parts_of(row: dict) -> dict:
 
 # %% ../../nbs/machine/planner.ipynb #a766beaf
 def scaled_parts(row: dict, work: dict, gpu: str = RECORDED, precision: str = "bf16") -> dict:
-    "Return the seconds of the parts of a step with other work, on the recorded GPU or another one: equation (2)."
+    "Return the seconds of the parts of a step with other work or on another GPU: equation (2)."
     then, now, old, wide = GPUS[RECORDED], GPUS[gpu], recorded_work(row), 1 if precision == "bf16" else 2
     slower = dict.fromkeys(work, then["bandwidth"] / now["bandwidth"] * wide)
     slower |= {"matrix products": then["bf16"] / now[precision], "optimiser": slower["optimiser"] / wide}
@@ -264,7 +264,7 @@ def plan(
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-028
 def span(pair, unit: str) -> str:
-    "Write a range (2,) with three digits, rounded outward; hours in minutes or seconds where they are short."
+    "Write a range (2,) with three digits, rounded outward; short hours in minutes or seconds."
     if "hours" in unit and pair[1] < 1:
         name, size = ("minutes", 60) if pair[1] * 60 >= 1 else ("seconds", 3600)
         pair, unit = pair * size, unit.replace("hours", name)

@@ -87,7 +87,7 @@ def generate_from(o, folder: Path):
 @dataclass
 class Generate:
     "Continue a prompt with a trained model, token by token."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, of its training run, or of an export
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model, its training run or an export
     prompt: str = "The "       # text to continue; - reads it from standard input
     tokens: int = 200          # tokens to add
     temperature: float = 1.0   # 0: always the most probable token
@@ -155,7 +155,7 @@ class Eval:
 @dataclass
 class Export:
     "Write a checkpoint as a folder of transformers (needs the extra hf)."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, or of its training run
+    checkpoint: tyro.conf.Positional[str] # folder of a trained model or its training run
     folder: tyro.conf.Positional[str]     # where to write
     tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
     context: int = 8192          # tokens that other tools may pass to the model at once

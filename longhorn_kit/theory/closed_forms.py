@@ -25,7 +25,7 @@ def explicit_step(
     x: Tensor,    # (...,D) value
     beta: Tensor, # (...,D) or (...,1) step size
 ) -> Tensor:      # (...,D,N) next state
-    "One gradient step on `|S k - x|^2 / 2`: `S + beta (x - S k) k^T`; DeltaNet's update if `|k| = 1`."
+    "Take one gradient step on `|S k - x|^2 / 2`: `S + beta (x - S k) k^T`; DeltaNet's update if `|k| = 1`."
     residual = x - (S * k[..., None, :]).sum(-1)
     return S + (beta * residual)[..., None] * k[..., None, :]
 
@@ -69,5 +69,5 @@ def effective_rate_from_logits(
     k: Tensor, # (...,N) key
     v: Tensor, # (...,D) or (...,1) step-size logits, beta = sigmoid(v)
 ) -> Tensor:   # (...,D) or (...,1) rate eps
-    "`effective_rate(k, sigmoid(v))` without overflow, for float32 or wider; v < -80 acts as -80."
+    "Return `effective_rate(k, sigmoid(v))` without overflow, for float32 or wider; v < -80 acts as -80."
     return 1 / (1 + k.square().sum(-1, keepdim=True) + torch.exp(-v.clamp(min=-80)))

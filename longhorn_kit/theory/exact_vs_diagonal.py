@@ -69,7 +69,7 @@ def recall_matrix(
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-048
 class Learner(NamedTuple):
-    "An update and whether it wants keys of length one."
+    "An update, and whether it needs keys of length one."
     step: Callable  # step(S, k, x, beta) -> S
     unit_keys: bool
 

@@ -55,47 +55,47 @@ def gated_step(
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-014
 def retnet_step(S, k, x, gamma) -> Tensor: # gamma: decay of the head, fixed
-    "RetNet: `gamma S + x k^T`."
+    "Return RetNet's update, `gamma S + x k^T`."
     return gated_step(S, k, x, gamma)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-016
 def gla_step(S, k, x, alpha) -> Tensor: # alpha (...,N): gate of each key channel
-    "Gated linear attention, RWKV-5 (constant gate) and RWKV-6: `S diag(alpha) + x k^T`."
+    "Return the update of GLA, RWKV-5 (constant gate) and RWKV-6, `S diag(alpha) + x k^T`."
     return gated_step(S, k, x, alpha[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-017
 def hgrn2_step(S, k, x) -> Tensor: # k in (0,1) is one minus the gate
-    "HGRN2: `S diag(1 - k) + x k^T`."
+    "Return HGRN2's update, `S diag(1 - k) + x k^T`."
     return gla_step(S, k, x, 1 - k)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-019
 def mamba_step(S, k, x, dt, A) -> Tensor: # dt (...,D): step, positive; A (D,N): negative
-    "Mamba's selective scan (S6): `exp(dt A) S + (dt x) k^T`."
+    "Return Mamba's update (S6), `exp(dt A) S + (dt x) k^T`."
     return gated_step(S, k, x, torch.exp(dt[..., None] * A), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-020
 def mamba_input_a_step(S, k, x, dt, A_t) -> Tensor: # A_t (...,N): positive, computed from the token
-    "Mamba with input-dependent A: `exp(-dt A_t) S + (dt x) k^T`."
+    "Return the update with input-dependent A, `exp(-dt A_t) S + (dt x) k^T`."
     return mamba_step(S, k, x, dt, -A_t[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-021
 def mamba2_step(S, k, x, dt, A) -> Tensor: # one number each per head; dt positive, A negative
-    "Mamba-2 (SSD): `exp(dt A) S + dt x k^T` with one number for the gate."
+    "Return Mamba-2's update (SSD), `exp(dt A) S + dt x k^T` with one number as gate."
     return gated_step(S, k, x, torch.exp(torch.as_tensor(dt * A)), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-023
 def mlstm_step(S, k, x, f, i) -> Tensor: # gates of the head, i positive; with D = 1 and x = 1, S is the normaliser
-    "mLSTM's matrix memory: `f S + i x k^T`."
+    "Return mLSTM's update, `f S + i x k^T`."
     return gated_step(S, k, x, f, i)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-025
 def rglru_step(S, k, x, a) -> Tensor: # N = 1, k ones, x after its input gate; a (...,D): channels' gates
-    "Griffin's recurrence (RG-LRU): `a s + sqrt(1 - a^2) x`."
+    "Return Griffin's update (RG-LRU), `a s + sqrt(1 - a^2) x`."
     return gated_step(S, k, x, a[..., None], (1 - a.square()).sqrt())
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-029
 def gated_deltanet_step(S, k, x, alpha, beta) -> Tensor: # k of length one; alpha: gate; beta (...,1): step size
-    "Gated DeltaNet: `alpha S (I - beta k k^T) + beta x k^T`."
+    "Return Gated DeltaNet's update, `alpha S (I - beta k k^T) + beta x k^T`."
     return explicit_step(alpha * S, k, x, beta)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-031
@@ -107,7 +107,7 @@ def rwkv7_step(
     kappa: Tensor, # (...,N) key to erase, of length one
     r: Tensor,     # (...,N) erasing rate of each key channel, in (0,1)
 ) -> Tensor:       # (...,D,N) next state
-    "RWKV-7: `S (diag(w) - kappa (r kappa)^T) + x k^T`."
+    "Return RWKV-7's update, `S (diag(w) - kappa (r kappa)^T) + x k^T`."
     stored = (S * kappa[..., None, :]).sum(-1, keepdim=True)
     return gla_step(S, k, x, w) - stored * (r * kappa)[..., None, :]
 
@@ -118,7 +118,7 @@ def ttt_linear_step(
     x: Tensor,           # (...,C,D) values of the batch
     eta: float | Tensor, # learning rate
 ) -> Tensor:             # (...,D,N) state after the batch
-    "TTT-Linear's core: `S - eta G`, G the gradient of `sum_i |S k_i - x_i|^2 / 2` at the old state."
+    "Return TTT-Linear's core, `S - eta G`, G the gradient of `sum_i |S k_i - x_i|^2 / 2` at `S`."
     return S - eta * (k @ S.mT - x).mT @ k
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-037
@@ -150,7 +150,7 @@ def _unit(keys): return normalize(keys, dim=-1)
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-045
 @dataclass(frozen=True)
 class Layer:
-    "One row of the zoo: what a layer minimises, its update, and who published it."
+    "One row of the zoo: the objective of a layer, its update, and its source."
     name: str        # in its paper
     family: str      # "adds", "fades", "explicit" or "implicit"
     objective: str   # LaTeX
