@@ -101,6 +101,7 @@ def read_settings(path: Path) -> dict:
             raise ValueError("it holds no settings")
     return settings
 
+# %% ../../nbs/machine/evaluation.ipynb #37f93009
 @contextlib.contextmanager
 def loading(path: Path):
     "Context manager that turns any error into one sentence with the path and the remedy."
@@ -336,6 +337,7 @@ def mean_rows(rows: list[dict]) -> list[dict]: # from `metric_rows`
              "stderr": None, "documents": None}
             for (read, metric), values in groups.items() if len(values) >= least[metric]]
 
+# %% ../../nbs/machine/evaluation.ipynb #bd319677
 def score_table(record: dict) -> str: # from `evaluate_checkpoint`
     "Return every metric of a record, and the means, as a text."
     header, digits = ["task", "read", "metric", "value", "± error", "documents"], "{:.4f}".format

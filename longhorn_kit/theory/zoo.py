@@ -266,6 +266,7 @@ _DELTA = [
 def _rwkv7_oracle(S, k, x, w, kappa, r): # decay, erase under kappa with rates r, write under k
     return S * w - _slope(S, kappa, torch.zeros_like(x)) * r + torch.outer(x, k)
 
+# %% ../../nbs/theory/04_zoo.ipynb #32f80139
 _TEST_TIME = [
     Layer("RWKV-7", "explicit",
           r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\Vert S\kappa\Vert^2,\ \mathrm{decay,\ write}",
