@@ -48,6 +48,12 @@ def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
 
 
 @pytest.mark.parametrize("step", STEPS)
+def test_gradients_through_a_step_are_right(step):
+    inputs = [t.requires_grad_() for t in problem(2, D=2, N=3)]
+    assert torch.autograd.gradcheck(step, inputs)
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_lower_precision_stays_near_float64_and_keeps_its_dtype(step, dtype, tolerance):
     low = [t.to(dtype) for t in problem()]
@@ -61,6 +67,16 @@ def test_a_step_of_size_zero_and_a_zero_key_change_nothing(step):
     S, k, x, beta = problem()
     assert torch.equal(step(S, k, x, torch.zeros_like(beta)), S)
     assert torch.equal(step(S, torch.zeros_like(k), x, beta), S)
+
+
+@pytest.mark.parametrize("step", [exact_step, diagonal_step, decoupled_step])
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
+def test_long_streams_stay_bounded_whatever_the_key_length(step, scale):
+    torch.manual_seed(0)
+    S = torch.zeros(3, 4, dtype=torch.float64)
+    for _ in range(500):
+        S = step(S, scale * torch.randn(4).double(), scale * torch.randn(3).double(), torch.rand(3).double())
+    assert S.isfinite().all() and S.abs().max() < 1e3
 
 
 def test_rate_lies_between_zero_and_beta_and_below_the_inverse_square_of_the_key():

@@ -7,10 +7,11 @@ import torch
 
 from fla_files import naive
 from longhorn_kit.theory.zoo import (
-    FAMILIES, GATED, ZOO, draw_gates, gated_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, verify,
-    zoo_markdown)
+    FAMILIES, GATED, ZOO, draw_gates, gated_deltanet_step, gated_step,
+    gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, verify, zoo_markdown)
 
 D, N = 5, 7
+eye = torch.eye(N, dtype=torch.float64)
 
 
 def draw(seed, *size):
@@ -63,6 +64,15 @@ def test_gates_keep_every_fading_row_stable():
             assert (kept > 0).all() and (kept <= 1).all(), layer.name
 
 
+# The published recurrences, written as matrix products.
+
+def test_gla_and_hgrn2_and_retnet_as_matrices():
+    alpha = rate(7, N)
+    assert torch.allclose(gla_step(S, k, x, alpha), S @ torch.diag(alpha) + torch.outer(x, k))
+    key = rate(8, N)
+    assert torch.allclose(hgrn2_step(S, key, x), S @ (eye - torch.diag(key)) + torch.outer(x, key))
+
+
 def test_mamba_is_the_discretised_state_equation():
     dt, A = rate(9, D), -rate(10, D, N)
     for d in range(D):
@@ -73,6 +83,12 @@ def test_mamba_is_the_discretised_state_equation():
     expected = mamba_step(S, k, x, torch.full((D,), 0.3).double(), torch.full((D, N), -2.0).double())
     for number in (0.3, torch.tensor([0.3])):
         assert torch.allclose(mamba2_step(S, k, x, number, -2.0), expected)
+
+
+def test_gated_delta_rule_as_matrices():
+    key, beta = k / k.norm(), torch.tensor([0.4], dtype=torch.float64)
+    expected = 0.9 * S @ (eye - 0.4 * torch.outer(key, key)) + 0.4 * torch.outer(x, key)
+    assert torch.allclose(gated_deltanet_step(S, key, x, 0.9, beta), expected)
 
 
 def test_rwkv7_is_that_of_flash_linear_attention():
