@@ -62,7 +62,7 @@ def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected
 
 @pytest.mark.parametrize("options, says", [
     ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
-    ({"launcher": "ray"}, "launcher is 'ray'; there are: local, slurm, dask"),
+    ({"launcher": "ray"}, "launcher is 'ray'; expected local, slurm or dask"),
     ({"launcher": "dask"}, "set DASK_SCHEDULER"),
 ])
 def test_what_cannot_be_run_is_one_sentence(tmp_path, monkeypatch, options, says):
