@@ -275,7 +275,7 @@ def test_gpt2_from_a_folder(gpt2_folder):
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="unknown tokenizer 'words'; there are bytes, gpt2"):
+    with pytest.raises(ValueError, match="unknown tokenizer 'words'; expected bytes, gpt2"):
         get_tokenizer("words")
     with pytest.raises(FileNotFoundError, match="vocab.bpe is missing"):
         get_tokenizer(f"gpt2:{tmp_path}")
