@@ -294,7 +294,7 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
     (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"), (dict(precision="fp8"), "precision is 'fp8'"),
     (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
     (dict(gradient_accumulation_steps=3), "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-    (dict(loss_chunk=8), "loss_chunk is 8; it is for language models, and Tiny is none"),
+    (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
     (dict(sharding="fsdp"), "sharding is 'fsdp', but there is one process; start several with torchrun"),
     (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
     (dict(reset_documents=True), "reset_documents needs `end`"),

@@ -261,7 +261,7 @@ def collect(job, settings: dict, folder: Path) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1] # a cancelled job has no message
         print(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {reason}", file=sys.stderr)
 
-LOST = ("Lost", "UncompletedJobError", "KilledWorker", "CancelledError", "FutureCancelledError") # four of submitit and Dask
+LOST = ("Lost", "UncompletedJobError", "KilledWorker", "CancelledError", "FutureCancelledError") # submitit's, Dask's
 
 def stop(jobs: list) -> None:
     "Cancel jobs, and wait for those on this machine."
