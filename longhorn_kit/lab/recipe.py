@@ -246,7 +246,7 @@ def chunked_cross_entropy(
 # %% ../../nbs/machine/recipe.ipynb #recipe-032
 class LossOnly(nn.Module):
     "Wrapper that returns only the model's loss."
-    def __init__(self, model, chunk=0, gap=cross_entropy_grad, end=None): # chunk: `loss_chunk`; end: token after a document
+    def __init__(self, model, chunk=0, gap=cross_entropy_grad, end=None): # chunk: `loss_chunk`; end: a document's end
         super().__init__()
         asked = f"loss_chunk is {chunk}" if chunk else "reset_documents is on" if end is not None else ""
         if asked and not hasattr(model, "read_out"):
