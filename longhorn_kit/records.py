@@ -109,7 +109,7 @@ def atomic_path(
         discard(partial)
 
 def put_on_disk(path: Path) -> None:
-    "Wait until a file, or every file of a folder, is on the disk."
+    "Wait until a file or folder is on the disk."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             with open(file, "rb") as handle:
@@ -147,7 +147,7 @@ def check_ranges(
 # %% ../nbs/machine/records.ipynb #records-016-3
 def check_same_settings(
     folder,      # folder of a run
-    known: dict, # settings of the run in the folder
+    known: dict, # settings of its run
     ours: dict,  # settings of the run that wants the folder
     names,       # names of the settings that must agree
 ) -> None:
@@ -191,7 +191,7 @@ def write_json(path: str | Path, value) -> Path:
 
 # %% ../nbs/machine/records.ipynb #records-022
 class JsonObject(dict):
-    "Dictionary that was read from a file; a missing key raises ValueError with the name of the file."
+    "Object of a JSON file; a missing key raises ValueError that names the file."
     def __init__(self, items=(), place="a JSON file"):
         super().__init__(items)
         self.place = str(place)
@@ -218,7 +218,7 @@ def atomic_folder(
         write_json(partial / "manifest.json", {"files": contents(partial)})
 
 def contents(folder: Path) -> dict: # name -> bytes and sha256
-    "Return the size and hash of every file of a folder except its manifest."
+    "Measure every file of a folder except its manifest."
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "manifest.json":
@@ -403,7 +403,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 def version_of(package: str) -> str | None:
-    "Return the installed version of a package, without importing it; None if missing."
+    "Return a package's version without importing it; None if missing."
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -411,7 +411,7 @@ def version_of(package: str) -> str | None:
 
 # %% ../nbs/machine/records.ipynb #records-043
 def environment() -> dict:
-    "Return the versions and hardware behind a number, without host, user or path."
+    "Return versions and hardware, without host, user or path."
     import torch # here: the ledger is read without it
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

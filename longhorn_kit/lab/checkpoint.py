@@ -23,10 +23,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled") # one process
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-006
 class Damaged(ValueError):
-    "Raised if a stored file has changed since it was written."
+    "A stored file has changed."
 
 def checked(data: bytes, sha256: str, path) -> bytes:
-    "Return the data; `Damaged` names the file if the hash differs."
+    "Return the data; `Damaged` if the hash differs."
     if hashlib.sha256(data).hexdigest() != sha256:
         raise Damaged(f"{path} is damaged")
     return data
@@ -64,7 +64,7 @@ def checkpoints(folder):
     return sorted(path.parent for path in Path(folder).glob("checkpoints/step-*/checkpoint.json")) if folder else []
 
 def tidy(folder, save_total_limit):
-    "Remove unfinished checkpoints, and all but the newest `save_total_limit` complete ones."
+    "Remove unfinished checkpoints, and all but the newest complete ones."
     newest = checkpoints(folder)[-save_total_limit:]
     for place in folder.glob("checkpoints/*"):
         if place not in newest:
@@ -115,7 +115,7 @@ def read_checkpoint(path):
         raise Damaged(f"{path} is damaged: {str(error).split(';')[0]}") from None
 
 def load_state(path, state, sha256):
-    "Fill the tensors of a state; `Damaged`, or ValueError if the checkpoint belongs to another model."
+    "Fill the tensors of a state; `Damaged`, or ValueError for another model."
     try:
         dcp.load(state, storage_reader=Reader(path, sha256))
     except CheckpointException as error:
@@ -129,7 +129,7 @@ def load_state(path, state, sha256):
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-014
 def state_of(model, optimizer, average=None): # average: name -> averaged weight
-    "Return the tensors of a model and its optimizer that a checkpoint stores."
+    "Return the tensors that a checkpoint stores."
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments} | ({"average": average} if average else {})
 
@@ -148,7 +148,7 @@ class Saving:
         self.group = torch.distributed.new_group(backend="gloo") if in_background and processes > 1 else None
 
     def write(self, path, state, about, metrics, save_total_limit):
-        "Wait for the previous checkpoint, then write this one or start to write it."
+        "Write a checkpoint, after the previous one is complete."
         self.wait()
         if self.pool is None:
             return write_checkpoint(path, state, about, metrics, save_total_limit)

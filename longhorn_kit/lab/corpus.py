@@ -22,7 +22,7 @@ from ..records import (
 PARTS = ("train", "val")
 
 def tokenise(rows, tokenizer, cut): # rows: {"name": [...], "text": [...]}; cut: document -> (part, text) pairs
-    "Return lists with one entry per piece: its part, its tokens and end mark as bytes, and its bytes of text plus 1."
+    "Return lists, an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
     pieces = {"part": [], "tokens": [], "bytes": []}
     for part, text in (piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)):
         pieces["part"].append(part)
@@ -31,7 +31,7 @@ def tokenise(rows, tokenizer, cut): # rows: {"name": [...], "text": [...]}; cut:
     return pieces
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-011
-PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: of a full piece, and the least for which a process is started
+PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: of a full piece; the least for a process
 THREADS = {} # "maps": thread that runs `map`; "forks": thread that forks now
 
 def end_with_parent():
@@ -44,7 +44,7 @@ if sys.platform == "linux":
 
 @contextmanager
 def started_processes():
-    "Context manager for `map` that hides its progress bar and raises OSError if a process is lost."
+    "Hide the progress bar of `map`, and raise OSError if a process is lost."
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     show = (lambda: None) if are_progress_bars_disabled() else enable_progress_bars
     disable_progress_bars()
@@ -148,7 +148,7 @@ class CorpusBuilder:
         "Close both files and remove the piece."
         discard(self.path.with_name("piece"))
         for file in self.files.values():
-            with suppress(OSError): # of a full disk, which was reported before
+            with suppress(OSError): # of a full disk, known before
                 file.close()
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-018
@@ -276,7 +276,7 @@ class Corpus:
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-027
 def tokenizer_hash(tokenizer):
-    "Return the tokenizer's name and a hash of its merge table, if it has one."
+    "Return the tokenizer's name and a hash of its merge table."
     ranks = sorted(tokenizer.encoding._mergeable_ranks.items()) if hasattr(tokenizer, "encoding") else []
     return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
@@ -303,7 +303,7 @@ def bin_files(source, val=None): # source: FOLDER or FOLDER/train.bin
     return [path, held_out] if val or path.name == "train.bin" and held_out.is_file() else [path]
 
 def mapped(files, fraction): # files: from `bin_files`
-    "Return the tokens (train, val) of nanoGPT's files, mapped into memory."
+    "Return nanoGPT's tokens (train, val), mapped."
     for path in files:
         if path.stat().st_size % 2 or path.stat().st_size < 4:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, but a token has 2: it was cut off; "

@@ -62,7 +62,7 @@ def name_hash(name):
 
 # %% ../../nbs/machine/data.ipynb #data-014
 def embedded_documents():
-    "Yield the documents of the embedded corpus as (name, text), in a fixed order."
+    "Yield the embedded corpus as (name, text), in a fixed order."
     sources = help_topics() | stdlib_files()
     for name in sorted(sources, key=lambda name: name_hash(f"order of {name}")):
         text = sources[name]
@@ -103,7 +103,7 @@ def open_text(path):
 # %% ../../nbs/machine/data.ipynb #data-027
 @contextmanager
 def file_trouble(path):
-    "Context manager that raises the error of a failed read as ValueError or OSError with the name of the file."
+    "Raise a failed read as ValueError or OSError that names the file."
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -129,7 +129,7 @@ def text_documents(path):
 
 # %% ../../nbs/machine/data.ipynb #data-027b
 def found_column(columns, column, place): # column: "text" also matches "content"
-    "Return the name of the column; ValueError lists the columns if it is missing."
+    "Return the column's name; ValueError lists the columns."
     names = ("text", "content") if column == "text" else (column,)
     for name in names:
         if name in columns:
@@ -174,7 +174,7 @@ def json_records(path):
 
 # %% ../../nbs/machine/data.ipynb #data-027c-2
 def parquet_records(path, text_column):
-    "Yield the rows of a parquet file as (place, dict); ValueError names the file."
+    "Yield parquet rows as (place, dict); ValueError names the file."
     from pyarrow import ArrowException, parquet
     try: # both settings read by pages, not by row groups, which may be large
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
@@ -211,7 +211,7 @@ def file_documents(path, text_column="text"):
 
 # %% ../../nbs/machine/data.ipynb #data-028
 def matching_files(pattern): # a path, or a glob such as "books/*.txt.xz"
-    "Return the files that a path or glob matches, sorted; FileNotFoundError if there are no such files."
+    "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -239,7 +239,7 @@ class HubDocuments:
     def __init__(self, name, text_column="text", position=None):
         from datasets import load_dataset
         path, config, split, revision = hub_name(name)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # hide its messages about retries
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it announces retries
         self.name, self.column, self.start = name, text_column, position or {"row": 0, "stream": None}
         self.row = self.start["row"]
         with hub_errors(name):
@@ -257,14 +257,14 @@ class HubDocuments:
         return record_documents(self.records(), self.column, f"dataset {self.name!r}")
 
     def position(self):
-        "Return the number of the next row, and its position in the form of the library."
+        "Return the number of the next row, and the library's position."
         moved = self.row > self.start["row"]
         return {"row": self.row, "stream": self.rows.state_dict()} if moved else self.start
 
 # %% ../../nbs/machine/data.ipynb #data-034
 @contextmanager
 def hub_errors(name):
-    "Context manager that turns any error of `datasets` into an OSError of one line that names the dataset."
+    "Turn any error of `datasets` into an OSError of one line that names the dataset."
     try:
         yield
     except Exception as error:
@@ -299,7 +299,7 @@ def load_documents(source, text_column="text", position=None): # source: as for 
 
 # %% ../../nbs/machine/data.ipynb #data-040
 class ByteTokenizer:
-    "Tokenizer whose tokens are UTF-8 bytes; 0 ends a document."
+    "Tokens are UTF-8 bytes; 0 ends a document."
     name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
     sizes = np.ones(256, np.int64) # bytes of text per token
 
@@ -313,7 +313,7 @@ class ByteTokenizer:
 
 # %% ../../nbs/machine/data.ipynb #data-041
 class BPETokenizer:
-    "Tokenizer with GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
+    "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
     name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
 
     def __init__(self, encoding):
@@ -332,13 +332,13 @@ class BPETokenizer:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def decode(self, ids):
-        "Return the text; ids beyond the vocabulary, a model's padding, are left out."
+        "Return the text; ids past the vocabulary, a model's padding, are left out."
         known = [int(i) for i in ids if i < self.vocab_size]
         return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
 
 # %% ../../nbs/machine/data.ipynb #data-042
 def gpt2_from_folder(folder):
-    "Return GPT-2's Encoding from encoder.json and vocab.bpe; OSError if missing, ValueError if they do not fit."
+    "Return GPT-2's Encoding from encoder.json and vocab.bpe; OSError or ValueError."
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -376,8 +376,8 @@ def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
                       "without a network use gpt2:FOLDER with encoder.json and vocab.bpe") from None
 
 # %% ../../nbs/machine/data.ipynb #data-056
-def holds_whole(documents, fraction=VAL_PART, by_name=False): # by_name: hash the name, not the text
-    "Check whether whole documents can be held out; otherwise the end of each is held out."
+def holds_whole(documents, fraction=VAL_PART, by_name=False): # by_name: hash the name
+    "Check whether whole documents, not ends, can be held out."
     chosen = [is_held_out(name if by_name else text, fraction) for name, text in itertools.islice(documents, 1000)]
     some = any(chosen) or len(chosen) == 1000 # with a small share, some come later
     return len(chosen) >= 100 and some and not all(chosen)
@@ -397,10 +397,10 @@ class Sampler:
     def __init__(self,
         tokens,     # (M,) token ids, in memory or mapped from a file
         context,    # T, input tokens per window
-        batch_size, # windows per batch, in each process
+        batch_size, # windows per batch and process
         seed=0,     # seed of the order
         rank=0,     # number of this process
-        world=1,    # number of processes; together they draw world·batch_size windows
+        world=1,    # processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
             raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
@@ -421,7 +421,7 @@ class Sampler:
         first = self.drawn + self.rank * self.batch_size
         starts = [self.start(first + row) for row in range(self.batch_size)]
         self.drawn += self.world * self.batch_size
-        import torch # here, because preparing text does not need it
+        import torch # here: text is prepared without it
         rows = np.stack([self.tokens[start:start + self.context + 1] for start in starts])
         batch = torch.from_numpy(rows.astype(np.int64))
         return batch[:, :-1], batch[:, 1:]

@@ -58,7 +58,7 @@ def fit(
     loss_fn: Callable,        # (model, *batch) -> loss (), measures of any shape
     steps: int,
     lr: float,                # the highest learning rate
-    warmup: int = 0,          # steps until `lr` is reached
+    warmup: int = 0,          # steps
     min_lr_ratio: float = 0.1, # last rate, as a share of `lr`
     weight_decay: float = 0.1, # on matrices, unless `groups` are given
     groups: list | None = None, # the optimizer's parameter groups

@@ -27,7 +27,7 @@ from timm.data.readers.reader_factory import create_reader
 
 # %% ../../nbs/machine/images.ipynb #images-007
 class Reader:
-    "Reader of images and labels by number, with the interface of timm's readers."
+    "Images and labels by number, like timm's readers."
     def __init__(self, items, classes, place): # classes: name -> label; place: what messages call an image
         self.items, self.classes, self.place = items, classes, place
 
@@ -42,7 +42,7 @@ def digit_images(images): # an `ImageSet`
     return Reader(items, {str(digit): digit for digit in range(10)}, "digit")
 
 def folder_images(folder: Path):
-    "Return a reader of one folder per class, as in ImageNet; FileNotFoundError without images."
+    "Return a reader of one folder per class, as in ImageNet."
     try:
         reader = create_reader("", str(folder))
     except (AssertionError, RuntimeError):
@@ -53,7 +53,7 @@ def folder_images(folder: Path):
 
 # %% ../../nbs/machine/images.ipynb #images-009
 class HubData(Reader):
-    "Reader of a data set of the hub or of local files; ValueError without a known split or column."
+    "Data set of the hub or of local files, by `datasets`."
     def __init__(self, name, splits):
         from datasets import get_dataset_split_names, load_dataset
         def first(wanted, known, kind):
@@ -121,7 +121,7 @@ def open_part(
     return folder_images(next(filter(Path.is_dir, places), places[0]))
 
 def open_data(data: str) -> tuple: # readers of training and held-out images
-    "Return both parts of a data set; ValueError if their classes differ, or an error of `open_part`."
+    "Return both parts of a data set; ValueError if their classes differ."
     train, val = (open_part(data, part) for part in ("train", "val"))
     if data.startswith("wds:"): # one part may lack the last classes
         train.classes = val.classes = max(train.classes, val.classes, key=len)
@@ -217,14 +217,14 @@ def collated(batch): # from `__getitems__`
     return *default_collate([item[:2] for item in items]), sum((item[2] for item in items), []), seconds
 
 def bound(worker):
-    "Make a loading process ignore signals to stop, and end together with the training process."
+    "Ignore signals to stop, and end with the training process."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL)) # ignore the first
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
 
 def make_loader(images: Images, places, workers: int): # places: lists, one per batch
-    "Return an iterator over batches, loaded ahead by other processes."
+    "Return an iterator over batches, loaded ahead."
     return iter(DataLoader(images, batch_sampler=places, num_workers=workers, collate_fn=collated,
                            worker_init_fn=bound, generator=torch.Generator()))
 

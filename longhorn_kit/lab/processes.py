@@ -27,7 +27,7 @@ def make_accelerator(cpu=False, precision="no"): # cpu: stay on the CPU; precisi
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    cpu = cpu or not torch.cuda.is_available() # otherwise Accelerate treats each process as the only one
+    cpu = cpu or not torch.cuda.is_available() # or Accelerate counts one process
     return Accelerator(mixed_precision=precision, cpu=cpu)
 
 # %% ../../nbs/machine/processes.ipynb #processes-006-3
@@ -41,7 +41,7 @@ def is_main_process() -> bool:
 
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
 def sharding_of(recipe, accelerator):
-    "Return none, ddp, fsdp or hsdp; ValueError if these processes cannot use the recipe's choice."
+    "Return none, ddp, fsdp or hsdp; ValueError if these processes cannot use it."
     kind, world = recipe.sharding, accelerator.num_processes
     if kind == "auto":
         return "ddp" if world > 1 else "none"
@@ -60,7 +60,7 @@ def local_size():
 
 # %% ../../nbs/machine/processes.ipynb #processes-shard
 def shard(model, kind, accelerator): # kind: from `sharding_of`
-    "Return the model with its weights copied or sliced over the processes."
+    "Return the model, copied or sliced over the processes."
     device, world = accelerator.device, accelerator.num_processes
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)
@@ -74,8 +74,8 @@ def shard(model, kind, accelerator): # kind: from `sharding_of`
     return model
 
 @contextmanager
-def gradients_exchanged(model, last): # last: whether this is the last micro-batch of a step
-    "Context manager that averages gradients over processes after the last micro-batch only."
+def gradients_exchanged(model, last): # last: the last micro-batch
+    "Average gradients over processes after the last micro-batch only."
     if hasattr(model, "set_requires_gradient_sync"): # FSDP
         model.set_requires_gradient_sync(last)
     with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync(): # DDP
@@ -95,7 +95,7 @@ def gathered(mine, group=None): # group: of processes; None: all of them
 # %% ../../nbs/machine/processes.ipynb #processes-008-3
 @contextmanager
 def together(group=None):
-    "Context manager that raises an error of one process in all, and gathers the yielded list over all processes."
+    "Raise an error of one process in all, and gather the yielded list over processes."
     items, error = [], None
     try:
         yield items
@@ -111,7 +111,7 @@ def together(group=None):
     items[:] = [item for some, _ in results for item in some]
 
 # %% ../../nbs/machine/processes.ipynb #processes-012
-def see_folder(folder, host, probe, wait=5.0): # host, probe: host and file of the main process
+def see_folder(folder, host, probe, wait=5.0): # host, probe: of the main process
     "Wait until the main process's file appears; ValueError if this is another folder."
     until = time.monotonic() + wait
     while not (folder.absolute() / probe.name).exists():
@@ -121,7 +121,7 @@ def see_folder(folder, host, probe, wait=5.0): # host, probe: host and file of t
         time.sleep(0.1)
 
 def fingerprint(tokens):
-    "Return a text's length and a hash of samples from 64 places; None without a text."
+    "Return a text's length and a hash of 64 samples; None without text."
     if not hasattr(tokens, "__len__"):
         return None
     places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
@@ -142,7 +142,7 @@ def check_alike(starts): # (host, folder, facts) of every process
 # %% ../../nbs/machine/processes.ipynb #processes-016
 @contextmanager
 def only_run_in(folder):
-    "Context manager that locks a folder; ValueError if another process trains there. Removes folders left empty."
+    "Lock a folder; ValueError if another process trains there. Folders left empty are removed."
     made = [place for place in (folder, *folder.parents) if not place.exists()] if folder else []
     try:
         with ExitStack() as stack:
@@ -168,7 +168,7 @@ SIGNS_OF_LOSS = ("connection", "gloo", "nccl", "broken pipe", "timed out", "proc
 
 @contextmanager
 def peers_watched(processes, where): # where() returns (step, last checkpoint or None)
-    "Context manager that raises WorkerLost if another process of the run, or one that loads data, has died."
+    "Raise WorkerLost if another process of the run or of the loader has died."
     try:
         yield
     except RuntimeError as error:
@@ -184,7 +184,7 @@ def peers_watched(processes, where): # where() returns (step, last checkpoint or
 # %% ../../nbs/machine/processes.ipynb #processes-022
 @contextmanager
 def graceful_shutdown():
-    "Context manager that stores the first SIGINT or SIGTERM in `.name`; a later SIGINT interrupts."
+    "Store the first SIGINT or SIGTERM in `.name`; a later SIGINT interrupts."
     stop = SimpleNamespace(name=None)
     def note(number, frame):
         if stop.name and number == signal.SIGINT:

@@ -40,7 +40,7 @@ class Recipe:
     checkpoint_blocks: bool = False # compute the activations of a block again in the backward pass
     seed: int = 0              # seed of data order and dropout, not of initial weights
     cpu: bool = False          # stay on the CPU
-    eval_every: int = 250      # steps between evaluations; the last step is evaluated too
+    eval_every: int = 250      # steps between evaluations; also after the last
     log_every: int = 10        # steps between writes of the metrics
     save_every: int = 1000     # steps between checkpoints; 0: only by time and at the end
     save_seconds: float = 600  # seconds between checkpoints
@@ -48,7 +48,7 @@ class Recipe:
     save_total_limit: int = 2  # checkpoints to keep
 
     unit = "images" # unit of `size`
-    may_change = frozenset( # fields that may change when a run resumes: no result depends on them
+    may_change = frozenset( # at a resume: no result depends on them
         "eval_every log_every save_every save_seconds save_total_limit gradient_accumulation_steps cpu compile "
         "sharding checkpoint_blocks async_save".split())
 
@@ -56,7 +56,7 @@ class Recipe:
         check_recipe(self)
 
     def size(self, steps):
-        "Return how many images or tokens a number of steps trains on."
+        "Return the images or tokens in so many steps."
         return steps * self.batch_size
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-008
@@ -117,10 +117,10 @@ def set_lr(optimizer, lr):
             group["lr"] = lr
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-015
-NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # substrings in the names of parameters that never decay
+NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # in names that never decay
 
 def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `TrainConfig`
-    "Return two groups for AdamW, with and without decay, each with `names` beside `params`."
+    "Return AdamW's groups, with and without decay; `names` are beside `params`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else () # timm's models name parameters
     def decays(name, parameter):
@@ -148,7 +148,7 @@ def held_out_windows(tokens, context, batch_size): # tokens (M,); context: T
 # %% ../../nbs/machine/recipe.ipynb #recipe-021
 @contextmanager
 def fork_rng(seed=0):
-    "Context manager that seeds torch, and restores the generators of torch, numpy and Python afterwards."
+    "Seed torch, and restore the generators of torch, numpy and Python afterwards."
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     before = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
@@ -170,7 +170,7 @@ def evaluate(
     tokens,          # (M,) held-out token ids
     context,         # T
     batch_size=64,   # windows per batch
-    accelerator=None, # of a run with several processes, which share the work
+    accelerator=None, # to share the work among processes
 ):
     "Return the mean loss in nats per token; the model's mode and the random states are unchanged."
     if len(tokens) < 2:
@@ -245,7 +245,7 @@ def chunked_cross_entropy(
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-032
 class LossOnly(nn.Module):
-    "Wrapper that returns only the model's loss."
+    "Return only the model's loss."
     def __init__(self, model, chunk=0, gap=cross_entropy_grad, end=None): # chunk: `loss_chunk`; end: a document's end
         super().__init__()
         asked = f"loss_chunk is {chunk}" if chunk else "reset_documents is on" if end is not None else ""
@@ -263,7 +263,7 @@ class LossOnly(nn.Module):
 # %% ../../nbs/machine/recipe.ipynb #recipe-034
 def compile_blocks(model):
     "Compile the model's blocks in place."
-    torch._dynamo.reset() # compiled code of other models counts against a limit
+    torch._dynamo.reset() # other models count against a limit
     for block in blocks_of(model):
         block.compile(dynamic=False)
 

@@ -75,7 +75,7 @@ def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # run_job 
         write_record(folder / "metrics.json", {"settings": settings, **metrics, "seconds": seconds, "made": made})
 
 def device_name(settings: dict) -> str:
-    "Return the name of the device that computes a job, for its record."
+    "Return the name of a job's device, for its record."
     if not settings.get("gpu"):
         return "cpu"
     import torch
@@ -84,7 +84,7 @@ def device_name(settings: dict) -> str:
 # %% ../../nbs/machine/run.ipynb #run-014
 @contextmanager
 def one_thread(gpu: bool = False):
-    "Context manager that limits PyTorch to one CPU thread, unless the job runs on a GPU."
+    "Limit PyTorch to one CPU thread, unless the job runs on a GPU."
     import torch
     before = torch.get_num_threads()
     try:
@@ -95,7 +95,7 @@ def one_thread(gpu: bool = False):
 
 # %% ../../nbs/machine/run.ipynb #run-016
 class Here:
-    "Engine that runs a job at once, in this process."
+    "Run a job at once, in this process."
     workers = 1
 
     def submit(self, function, *arguments):
@@ -108,7 +108,7 @@ class Here:
 
 # %% ../../nbs/machine/run.ipynb #run-018
 class Lost(RuntimeError):
-    "Raised if the process of a job ended without an error message."
+    "The process of a job ended without an error message."
 
 class LocalJob:
     "Job in a separate process."
@@ -133,7 +133,7 @@ class LocalJob:
             raise RuntimeError(error) if error else Lost(f"the process ended with code {self.process.exitcode}")
 
     def cancel(self):
-        "Ask the process to stop, and kill it after 90 seconds, which leave time for a checkpoint."
+        "Ask the process to stop, and kill it after 90 seconds."
         self.process.terminate()
         self.process.join(90)
         self.process.kill()
@@ -160,7 +160,7 @@ def end_with_driver():
 
 # %% ../../nbs/machine/run.ipynb #run-019-3
 class Processes:
-    "Engine that runs every job in a separate process on this machine, on its GPUs in turn."
+    "Run every job in a separate process on this machine, on its GPUs in turn."
     def __init__(self,
         workers: int,    # jobs at a time
         gpus: list[str], # their numbers; [] without GPUs
@@ -179,7 +179,7 @@ class Processes:
 
 # %% ../../nbs/machine/run.ipynb #run-021
 class Slurm:
-    "Engine that runs every job as a SLURM job."
+    "Run every job as a SLURM job."
     def __init__(self,
         workers: int,  # jobs in the queue at a time
         folder: Path,  # for scripts and logs
@@ -194,7 +194,7 @@ class Slurm:
 
 # %% ../../nbs/machine/run.ipynb #run-021-3
 class Dask:
-    "Engine that runs every job on a Dask cluster."
+    "Run every job on a Dask cluster."
     def __init__(self, workers: int): # jobs at a time
         address = os.environ.get("DASK_SCHEDULER")
         if not address:
@@ -217,7 +217,7 @@ def cluster_library(name):
 # %% ../../nbs/machine/run.ipynb #run-023
 def drive(
     experiment: Experiment,
-    config,                     # settings of the experiment
+    config,                     # its settings
     results: Results,
     engine,                     # `Here`, `Processes`, `Slurm` or `Dask`
     deadline: float = math.inf, # time.time() at which to stop
@@ -318,7 +318,7 @@ def finish(experiment, scale, config, folder, results, left):
 
 # %% ../../nbs/machine/run.ipynb #run-027
 def engine_for(launcher, workers, config, folder, options, module):
-    "Return the engine for a launcher; ValueError names a missing GPU or an unknown launcher."
+    "Return the engine of a launcher; ValueError if unknown or without a GPU."
     on_gpu = getattr(config, "gpu", False)
     if launcher not in ("local", "slurm", "dask"):
         raise ValueError(f"launcher is {launcher!r}; expected local, slurm or dask")

@@ -36,7 +36,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, model):
-        "Move the averages towards the model's weights."
+        "Move towards the model's weights."
         torch._foreach_lerp_(self.local(self.weights.values()), self.local(model.parameters()), 1 - self.decay)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ def next_batch(run):
 
 # %% ../../nbs/machine/training.ipynb #training-018
 def read_later(numbers):
-    "Return a function that fetches the numbers without waiting for later work on the device."
+    "Return a function that fetches the numbers without waiting for later work."
     if numbers.device.type != "cuda":
         return numbers.tolist
     copy, ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -150,7 +150,7 @@ def flush(run, **extra): # extra: metrics of the latest step
         line = {"step": step, unit: run.config.size(step), "loss": loss, "lr": rate, "grad_norm": norm}
         lines.append(line | {f"{unit}_per_second": speed})
     else:
-        wrong = not_finite(extra) # an evaluation may find weights that the last update spoiled
+        wrong = not_finite(extra) # the last update can spoil weights
         cuda = run.accelerator.device.type == "cuda"
         lines[-1] |= extra | ({"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {})
     run.history += lines
@@ -163,13 +163,13 @@ def flush(run, **extra): # extra: metrics of the latest step
     run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
 
 def not_finite(metrics: dict):
-    "Return the name and value of the first number that is not finite, or None."
+    "Name the first number that is not finite; None if all are."
     return next((f"{name} is {value}" for name, value in metrics.items()
                  if isinstance(value, float) and not math.isfinite(value)), None)
 
 # %% ../../nbs/machine/training.ipynb #training-023
 def save_run(run):
-    "Write a checkpoint of the run, or start to write it in the background."
+    "Write a checkpoint of the run, or start to write it."
     path = run.folder / "checkpoints" / f"step-{run.step:08d}"
     about = {"step": run.step, "seconds": run.seconds, "sampler": run.sampler.state_dict()}
     state = state_of(run.model, run.optimizer, run.average and run.average.weights)
@@ -227,7 +227,7 @@ def record_attempt(run, beside):
 
 # %% ../../nbs/machine/training.ipynb #training-029
 def validated(run):
-    "Evaluate the weights and their averages, without counting the time as training."
+    "Evaluate weights and averages; the time is not counted as training."
     run.pending[-1][2].item() # wait for the earlier steps
     started = time.monotonic()
     with torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext():
@@ -242,7 +242,7 @@ def validated(run):
 
 # %% ../../nbs/machine/training.ipynb #training-029-3
 def train_loop(run, stop, bar):
-    "Take the remaining steps, and evaluate, report and save between them."
+    "Take the remaining steps: train, evaluate, report, save."
     config, run.clock, run.saved = run.config, time.monotonic(), time.monotonic()
     alone = run.accelerator.num_processes == 1
     wishes = lambda: (stop.name is not None, time.monotonic() - run.saved > config.save_seconds)
@@ -315,7 +315,7 @@ def facts_of(run, val_tokens, same):
 
 # %% ../../nbs/machine/training.ipynb #training-033
 def fill_run(run, model, train_tokens, val_tokens, end):
-    "Make sampler, loss and evaluation of a run, before the processes compare them."
+    "Make sampler, loss and evaluation of a run."
     config, accelerator = run.config, run.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     run.kind = sharding_of(config, accelerator)
@@ -352,7 +352,7 @@ def finish_run(run):
 
 # %% ../../nbs/machine/training.ipynb #training-034
 def make_validate(run, val_tokens, rows):
-    "Return the function that evaluates a model and returns a dict of metrics."
+    "Return a function: model -> dict of metrics."
     def validate(model):
         with run.accelerator.autocast(), fork_rng():
             metrics = val_tokens(run.bare) if callable(val_tokens) else {
@@ -371,7 +371,7 @@ def train(
     folder=None,  # folder of the run, which is resumed; None: write nothing
     desc="training", # name of the progress bar
     quiet=False,  # no progress bar
-    same=None,    # more facts that must be equal in all processes: name -> value
+    same=None,    # more facts that all processes must share: name -> value
     beside=None,  # records to write beside config.json of a new run: name -> content
     end=None,     # token that closes a document, for `reset_documents`
 ):
@@ -385,7 +385,7 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together(): # otherwise the others would wait for a process that cannot write
+                with together(): # or they would wait for one that cannot write
                     record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)
@@ -398,12 +398,12 @@ def train(
 
 # %% ../../nbs/machine/training.ipynb #training-037
 def summary(run):
-    "Return the summary of a run, which `train` returns."
+    "Return the summary of a run."
     recent, unit, size = run.history[-max(1, len(run.history) // 20):], run.config.unit, run.config.size(run.step)
     measured = {"step", unit, "loss", "lr", "grad_norm", f"{unit}_per_second"}
     return {
         "steps": run.step, unit: size,
-        "loss": sum(line["loss"] for line in recent) / len(recent), # mean of the last twentieth
+        "loss": sum(line["loss"] for line in recent) / len(recent), # of the last twentieth
         **{name: value for name, value in run.history[-1].items() if name not in measured},
         "seconds": run.seconds, f"{unit}_per_second": size / max(run.seconds, 1e-9),
         "resumed_from": run.resumed_from, "engine": engine(run), "history": run.history,

@@ -33,7 +33,7 @@ from timm.data import Mixup, resolve_data_config
 from timm.models import get_pretrained_cfg, load_state_dict, save_for_hf
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-007
-FromEpochs = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] # no flag on the command line
+FromEpochs = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] # no flag
 
 @dataclass(frozen=True)
 class VisionConfig(Recipe):
@@ -62,7 +62,7 @@ class VisionConfig(Recipe):
     flip: float = 0.5          # probability of a mirrored image
     smallest_crop: float = 0.08 # of a training image, as a share of its area
     crop_pct: float = 0.875    # side of the evaluated centre crop, as a share
-    repeats: int = 3           # augmented copies of each image in a step
+    repeats: int = 3           # augmented copies of an image in a step
     seed: int = 0              # seed of initial weights, order and augmentation
     workers: int = 10          # processes that load images, per GPU
     steps: FromEpochs = 2        # of all epochs
@@ -103,7 +103,7 @@ def vision_config(
     preset: str, # a key of `VISION_PRESETS`
     **overrides, # fields of `VisionConfig`, except steps, warmup and eval_every
 ) -> VisionConfig:
-    "Return the settings of a run; ValueError if a name is unknown or the data is missing."
+    "Return the settings of a run; ValueError for an unknown name."
     settings = [field.name for field in fields(VisionConfig) if field.name not in ("steps", "warmup", "eval_every")]
     names = {"preset": list(VISION_PRESETS), "setting": settings}
     for kind, name in [("preset", preset), *(("setting", name) for name in overrides)]:
@@ -116,8 +116,8 @@ def vision_config(
         raise ValueError(f"preset {preset} needs data: a folder with train and val, hf:NAME or wds:FOLDER")
     return config
 
-def with_steps(config: VisionConfig, images: int) -> VisionConfig: # images: number of training images
-    "Return the settings with their steps; an incomplete step at the end of an epoch is left out."
+def with_steps(config: VisionConfig, images: int) -> VisionConfig: # images: to train on
+    "Return the settings with their steps; a last step that is not full is left out."
     if images < config.batch_size:
         raise ValueError(f"{images} training images are fewer than batch_size={config.batch_size}")
     epoch = images // config.batch_size
@@ -126,7 +126,7 @@ def with_steps(config: VisionConfig, images: int) -> VisionConfig: # images: num
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-014
 class Classifier(LossOnly):
-    "Wrapper of a vision model that returns its loss."
+    "Vision model that returns its loss."
     def __init__(self, model: nn.Module, config: VisionConfig, classes: int = 1000):
         super().__init__(model)
         mixes = config.mixup or config.cutmix
@@ -191,7 +191,7 @@ def with_weights(name: str, path: Path, **options) -> nn.Module: # name, options
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-019
 def make_model(config: VisionConfig, classes: int, start: bool = True) -> nn.Module: # start: load `init_from`
-    "Return a model whose `pretrained_cfg` describes its images; ValueError if the size does not fit."
+    "Return a model whose `pretrained_cfg` describes its images."
     torch.manual_seed(config.seed)
     options = dict(num_classes=classes, drop_path_rate=config.drop_path)
     if config.img_size and getattr(get_pretrained_cfg(config.model), "fixed_input_size", False):
@@ -227,7 +227,7 @@ def facts_of(images: dict) -> dict: # content of images.json
     return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
 
 def measure(batches: ImageBatches, val: Images, accelerator):
-    "Return the function that evaluates a `Classifier`, which `train` calls after every epoch."
+    "Return the evaluation that `train` calls after every epoch."
     rows = batches.config.batch_size // batches.world
     def metrics(model):
         result = validate(model, val, rows, batches.config.workers, accelerator)
