@@ -31,7 +31,7 @@ class Average:
         self.decay, self.weights = decay, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @staticmethod
-    def local(tensors): # FSDP has slices
+    def local(tensors): # FSDP's are slices
         return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
     @torch.no_grad()
@@ -385,7 +385,7 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together(): # or they would wait for one that cannot write
+                with together(): # or the others would wait for a failed one
                     record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)
