@@ -275,7 +275,7 @@ def read_record(path: str | Path) -> dict:
         if not isinstance(record, dict):
             raise ValueError(f"{path} is not a record")
         if record["sha256"] != digest_of(record):
-            raise ValueError(f"{path} is damaged: its contents do not have its SHA-256")
+            raise ValueError(f"{path} is damaged: its contents do not match its SHA-256")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
     except ValueError as error:

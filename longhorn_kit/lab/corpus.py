@@ -255,7 +255,7 @@ def check_files(folder, index):
         if known.get(path.name) != files[path.name]:
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != index[part]["sha256"]:
-                    raise ValueError(f"{path} is damaged (its sha256 is not that of the index); {remedy}")
+                    raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
     if files != known:
         with suppress(OSError): # of a read-only folder
             write_json(folder / "checked.json", files)

@@ -92,7 +92,7 @@ VISION_PRESETS = {
     "cifar10": VisionPreset("one GPU, 200 epochs; not run by us at this length", VisionConfig(
         model="longhorn_vim_tiny_patch4_32", data="hf:uoft-cs/cifar10", epochs=200, batch_size=512,
         smallest_crop=0.5, crop_pct=1.0, repeats=1, ema=0.9998, precision="bf16")),
-    "digits": VisionPreset("a laptop, a minute or two; for first trials", VisionConfig(
+    "digits": VisionPreset("a laptop, a minute or two; for trying things out", VisionConfig(
         model="longhorn_vim_nano_patch2_8", data="digits", epochs=10, batch_size=32, lr=4e-3, warmup_epochs=1,
         clip=1.0, mixup=0.0, cutmix=0.0, auto_augment="", color_jitter=0.0, erase=0.0, flip=0.0, smallest_crop=0.8,
         crop_pct=1.0, repeats=1, ema=0.0, workers=0)),
