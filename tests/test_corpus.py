@@ -21,7 +21,7 @@ def bytes_of(found):
 
 
 def expected(source, **options):
-    "Return what a corpus of byte tokens holds, from the documents and the rule of the split."
+    "Return the expected bytes of both parts, from the documents and the rule of the split."
     parts = {"train.bin": b"", "val.bin": b""}
     for part, text in split(load_documents(source), by_name=source == "stdlib", **options):
         parts[f"{part}.bin"] += text.encode() + b"\0"
@@ -36,7 +36,7 @@ def small_pieces(monkeypatch):
 
 
 def in_processes(work, *arguments):
-    "Run `work` in a process for each argument; returns what it put into the queue it is given, and the exit codes."
+    "Run `work` in one process per argument, and return its results and the exit codes."
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
     children = [fork.Process(target=work, args=(results, argument)) for argument in arguments]
@@ -49,7 +49,7 @@ def in_processes(work, *arguments):
 
 
 def at_call(monkeypatch, owner, name, call, what, before=True):
-    "At that call of a function something happens, before or after its work."
+    "Call `what` before or after a numbered call of a function."
     real, count = getattr(owner, name), iter(range(10**6))
     def watched(*arguments, **named):
         now = next(count) == call
@@ -63,7 +63,7 @@ def at_call(monkeypatch, owner, name, call, what, before=True):
 
 
 def interrupted(monkeypatch, call, source, **options):
-    "Press ctrl-C before a preparation saves its state for that time."
+    "Raise SIGINT before a preparation saves its state for the given time."
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(patch, corpus.CorpusBuilder, "save", call, lambda: signal.raise_signal(signal.SIGINT))
         prepare(source, **options)
@@ -72,13 +72,13 @@ def interrupted(monkeypatch, call, source, **options):
 # ---- tokens
 
 
-def test_tokens_are_those_of_the_text_whatever_cuts_it(tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
     source, few = write(tmp_path / "a.txt"), str(tmp_path / "few.txt")
     (tmp_path / "few.txt").write_text(SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20)))
     for options in ({}, {"fraction": 0.3}):
         found = prepare(source, cache=tmp_path / "cache", **options)
         assert bytes_of(found) == expected(source, **options) and isinstance(found.train, np.memmap)
-    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(few)  # of few documents, their ends
+    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(few)  # the ends of a few documents
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "PIECE", 5000)
     for workers in (1, 3):
@@ -117,7 +117,7 @@ def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
 @pytest.mark.parametrize("name, compress", [
     ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
     ("r.jsonl.gz", gzip.compress), ("r.json.zst", zstandard.compress), ("r.parquet", None), ("hf:", bytes)])
-def test_the_same_records_give_the_same_tokens_whatever_holds_them(tmp_path, name, compress):
+def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, name, compress):
     texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
     (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
     path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
@@ -138,7 +138,7 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
     assert bpe.tokenizer.decode(bpe.train).startswith("text 0 the") and bpe.train[-1] == bpe.tokenizer.end == 50256
     assert str(gpt2_folder) not in json.dumps(bpe.index)
     for found in (bpe, plain):
-        total_bits = 1000 / math.log(2)  # of a model that spends 1000 nats on the whole part
+        total_bits = 1000 / math.log(2)  # as if a model spent 1000 nats on the whole part
         assert math.isclose(found.bits_per_byte(1000 / len(found.val)) * found.index["val"]["bytes"], total_bits)
     again = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
     assert again.folder == bpe.folder and bytes_of(again) == bytes_of(bpe)
@@ -149,7 +149,7 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name, value", [
     ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
     ("workers", 0)])
-def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
+def test_impossible_settings_are_refused(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
         prepare("stdlib", cache=tmp_path, **{name: value})
 
@@ -158,13 +158,13 @@ def test_settings_that_cannot_be_are_refused(tmp_path, name, value):
 
 
 def on_the_hub(monkeypatch, texts):
-    "A dataset of these texts is what `datasets` streams."
+    "Make `datasets` stream a dataset of these texts."
     rows = datasets.Dataset.from_dict({"text": texts})
     fake_datasets(monkeypatch, lambda *args, **options: rows.to_iterable_dataset())
 
 
 def sources(folder):
-    "The same documents in four kinds of source."
+    "Write the same documents as four kinds of source."
     (folder / "rows").mkdir()
     for i in range(3):
         write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i:100 * i + 100])
@@ -188,7 +188,7 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, mon
     cache, die = tmp_path / "cache", lambda: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
     for owner, name, call, before in DEATHS:
         with monkeypatch.context() as patch:
-            if name == "discard":  # of the state, the last but one
+            if name == "discard":  # the second to last save of the state
                 patch.setattr(corpus, "discard", lambda path: die() if path.name == "state.json" else os.system(f"rm -rf {path}"))
             else:
                 at_call(patch, owner, name, call, die, before)
@@ -196,7 +196,7 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, mon
         assert codes == [-signal.SIGKILL], name
         seen += [read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")]
         assert len(list(cache.glob("[!.]*/index.json"))) == ((name, before) == ("put_in_place", False))
-    assert len(set(seen)) > 4 and seen == sorted(seen)  # it went on, and not from the beginning
+    assert len(set(seen)) > 4 and seen == sorted(seen)  # it resumed, and not from the start
     found, whole = (prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole"))
     assert list(cache.iterdir()) == [found.folder] and bytes_of(found) == bytes_of(whole)
     assert bytes_of(whole) == expected(str(tmp_path / "a.txt")) if tokens is None else tokens <= len(whole.train) < tokens + 300
@@ -235,7 +235,7 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
     assert len(starts) == 1 and starts[0]["row"] >= 300 and starts[0]["stream"]
     assert prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent == tmp_path / "cache"
-    assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that wants less takes the whole
+    assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that needs fewer tokens uses the whole
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
 
 
 def no_locks(monkeypatch, number):
-    "Locking fails with this error, as on a file system without locks."
+    "Make locking fail with this error, as on a file system without locks."
     def flock(*arguments):
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -308,7 +308,7 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
     def work(results, rank):
         if apart == "ranks":
             os.environ["RANK"] = str(rank)
-        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to come
+        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to arrive
         try:
             results.put(bytes_of(prepare(source, cache=tmp_path / "cache", workers=1)) == expected(source))
         except (OSError, ValueError):
@@ -316,9 +316,9 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
     results, codes = in_processes(work, 0, 1, 2)
     assert codes == [0, 0, 0] and len(results) == 3
     if apart:
-        assert set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, no work is left
+        assert set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, with no work left
     assert set(results) <= {True, "refused"}  # two separate runs may stop each other
-    for _ in range(3):  # what they left damaged is refused, and named
+    for _ in range(3):  # a damaged file is refused and named
         try:
             assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
             break
@@ -385,7 +385,7 @@ def test_a_file_is_hashed_once_and_again_when_its_date_changes_or_the_note_is_go
     path = prepare(source, cache=tmp_path / "cache").folder / "train.bin"
     content, date = path.read_bytes(), path.stat().st_mtime_ns
     path.write_bytes(content[:100] + b"?" + content[101:])
-    os.utime(path, ns=(date, date))  # as a failing disk does it: no sign that the file has changed
+    os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
     with monkeypatch.context() as patch:
         patch.setattr(corpus.hashlib, "file_digest", None)
         prepare(source, cache=tmp_path / "cache")

@@ -31,7 +31,7 @@ def write_records(path, **columns):
 
 
 def split(found, **options):
-    "The (part, text) pairs of documents, as a preparation divides them."
+    "Return the (part, text) pairs into which a preparation divides documents."
     found = list(found)
     whole = holds_whole(found, **options)
     return [piece for name, text in found for piece in pieces_of(name, text, whole, **options)]
@@ -178,7 +178,7 @@ def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["a-*.txt", "a-*.jsonl", "hf:rows"])
-def test_a_position_continues_behind_the_last_document(tmp_path, monkeypatch, source):
+def test_a_position_resumes_after_the_last_document(tmp_path, monkeypatch, source):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
@@ -214,14 +214,14 @@ def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(100, 400), st.integers(1, 50), st.integers(0, 10**6))
-def test_copies_of_a_document_never_stand_on_both_sides(n, different, salt):
+def test_copies_of_a_document_are_in_the_same_part(n, different, salt):
     texts = [f"{salt} {i % max(different, 2)}" for i in range(n)]
     parts = {"train": Counter(), "val": Counter()}
     for part, text in split(enumerate(texts), fraction=0.3):
         parts[part][text] += 1
     if len({is_held_out(text, 0.3) for text in texts}) == 2:
         assert not set(parts["train"]) & set(parts["val"]) and parts["train"] + parts["val"] == Counter(texts)
-    else:  # whole documents would leave one part empty, so every document gave its end
+    else:  # whole documents would leave one part empty, so the end of every document is held out
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
 
@@ -253,7 +253,7 @@ def test_bytes_round_trip(text):
 
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory):
-    "GPT-2's two files with four merges: printable bytes stand for themselves, others follow from 256 on."
+    "Write GPT-2's two files with four merges; printable bytes stand for themselves, others are numbered from 256."
     folder = tmp_path_factory.mktemp("bpe")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
@@ -269,13 +269,13 @@ def gpt2_folder(tmp_path_factory):
 def test_gpt2_from_a_folder(gpt2_folder):
     tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
     assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
-    assert tokenizer.encode(" <|endoftext|>").max() < 50256  # written out it is text, not the end mark
+    assert tokenizer.encode(" <|endoftext|>").max() < 50256  # in the text it is not the end mark
     text = "the in the α\n" * 3
     assert tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode()) and tokenizer.sizes[50256] == 1
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="unknown tokenizer 'words'; there are bytes, gpt2"):
+    with pytest.raises(ValueError, match="unknown tokenizer 'words'; expected bytes, gpt2"):
         get_tokenizer("words")
     with pytest.raises(FileNotFoundError, match="vocab.bpe is missing"):
         get_tokenizer(f"gpt2:{tmp_path}")
@@ -300,7 +300,7 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 80), st.integers(0, 2**32), st.integers(1, 3))
-def test_every_window_once_an_epoch(context, batch, extra, seed, world):
+def test_every_window_once_per_epoch(context, batch, extra, seed, world):
     tokens = np.arange(context + 1 + extra)
     ranks = [Sampler(tokens, context, batch, seed, rank, world) for rank in range(world)]
     n, drawn = ranks[0].windows, []
@@ -311,7 +311,7 @@ def test_every_window_once_an_epoch(context, batch, extra, seed, world):
             assert torch.equal(inputs + 1, targets)  # neighbours in this text differ by one
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
-        starts = sorted(epoch) # adjacent, so no token is an input twice
+        starts = sorted(epoch) # adjacent windows use no input twice
         assert starts == list(range(starts[0], starts[0] + n * context, context)) and starts[-1] + context < len(tokens)
 
 
@@ -341,7 +341,7 @@ def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     for other in (Sampler(np.arange(101), 8, 2), Sampler(np.arange(100), 9, 2), Sampler(np.arange(100), 8, 2, seed=1)):
         with pytest.raises(ValueError, match="the saved position belongs to"):
             other.load_state_dict(state)
-    Sampler(np.arange(100), 8, 4).load_state_dict(state)  # another batch size goes on in the same order
+    Sampler(np.arange(100), 8, 4).load_state_dict(state)  # another batch size continues in the same order
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1

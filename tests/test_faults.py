@@ -1,4 +1,4 @@
-"""Effects of kills, damage and full disks on records, claims, exports and prepared text: `make faults`. Children are forked from one warm process."""
+"""Records, claims, exports and prepared text survive kills, damage and full disks: `make faults`. Children are forked from one warm process."""
 import itertools, json, os, random, re, resource, shutil, signal, sys
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def here(monkeypatch, tmp_path):
 
 
 def watch(folder, kill_at):
-    "Count the file operations under a folder from now on; kill this process before operation number `kill_at`."
+    "Count the file operations under a folder, and kill this process before operation number `kill_at`."
     seen = [0]
 
     def step():
@@ -52,8 +52,8 @@ def watch(folder, kill_at):
 
 
 def child(argv, folder, kill_at=0, limit=None):
-    "Run a command in a forked process; its exit code (-9 if killed), what it printed, its file operations."
-    counted, screen = os.pipe(), os.pipe() # a pipe has no limit of size
+    "Run a command in a forked process; return exit code (-9 if killed), output, and number of file operations."
+    counted, screen = os.pipe(), os.pipe() # the limit on file sizes does not apply to a pipe
     if not (pid := os.fork()):
         code = 1
         try:
@@ -69,10 +69,10 @@ def child(argv, folder, kill_at=0, limit=None):
             os._exit(code)
     os.close(counted[1]), os.close(screen[1])
     with open(screen[0]) as file:
-        said = file.read()
+        output = file.read()
     with open(counted[0]) as file:
         operations = int(file.read() or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said, operations
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output, operations
 
 
 def files_in(folder):
@@ -80,7 +80,7 @@ def files_in(folder):
 
 
 def killed_and_resumed(argv, here, operations, between=lambda folder: None):
-    "Kill a command at each of its file operations and run it again; yields its folder, and what it printed then."
+    "Kill a command at each of its file operations and run it again; yield its folder and output."
     for n in range(1, operations + 1):
         folder = here / f"killed{n}"
         assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
@@ -91,20 +91,20 @@ def killed_and_resumed(argv, here, operations, between=lambda folder: None):
         shutil.rmtree(folder)
 
 
-def told(text):
-    "The printed lines with numbers: verdicts and seconds of computing apart."
+def stable(text):
+    "Return the printed lines with scores and reports, which do not change between runs."
     return [line for line in text.splitlines() if "score" in line or line.startswith("report")]
 
 
 def test_reproduce_killed_at_every_file_operation(here):
     argv = lambda folder: ["reproduce", "--out", str(folder)]
-    code, said, operations = child(argv(here / "whole"), here / "whole")
+    code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 20
     numbers = lambda folder: [records.read_record(folder / name / "laptop" / "record.json")["results"] for name in ("fake", "second")]
     named = lambda folder: [path for path in folder.rglob("*.json") if not path.name.startswith(".")]
-    whole = lambda folder: all(map(records.read_record, named(folder))) # what has its name
+    whole = lambda folder: all(map(records.read_record, named(folder))) # files with their final name
     for folder, again in killed_and_resumed(argv, here, operations, between=whole):
-        assert numbers(folder) == numbers(here / "whole") and told(again) == told(said)
+        assert numbers(folder) == numbers(here / "whole") and stable(again) == stable(output)
         assert files_in(folder) == files_in(here / "whole")
 
 
@@ -114,13 +114,13 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(corpus, "PIECE", 10_000)
     monkeypatch.setattr(corpus, "batch_of", lambda documents: list(itertools.islice(documents, 20)))
-    corpus.prepare(source, cache=here / "warm", workers=1) # it imports what the children need
+    corpus.prepare(source, cache=here / "warm", workers=1) # imports the modules that the children need
     argv = lambda folder: ["prepare", source, "--cache", str(folder), "--workers", "1"]
-    code, said, operations = child(argv(here / "whole"), here / "whole")
+    code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 30
     whole = {name: (here / "whole" / name).read_bytes() for name in files_in(here / "whole") if name.endswith(("bin", "index.json"))}
     for folder, again in killed_and_resumed(argv, here, operations):
-        assert again.endswith(said[said.index("to train on"):]), again
+        assert again.endswith(output[output.index("to train on"):]), again
         assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(folder) == files_in(here / "whole")
 
 
@@ -132,20 +132,20 @@ def small_model(folder, seed):
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    "Import here what an export and its reading import, so that the children need not."
+    "Import the modules of export and generate before the children are forked."
     folder = tmp_path_factory.mktemp("warm")
     assert cli.main(["export", str(small_model(folder / "model", 0)), str(folder / "out")]) == 0
     assert cli.main(["generate", str(folder / "out"), "--tokens", "1"]) == 0
 
 
 def writes(folder):
-    "Return what `longhorn generate` makes of a folder: exit code and everything printed."
+    "Return exit code and output of `longhorn generate` on a folder."
     return child(["generate", str(folder), "--tokens", "8", "--top-k", "1", "--prompt", "a"], folder.parent / "generate")[:2]
 
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
-    if not swap: # a system that cannot exchange two folders in one step
+    if not swap: # as on a system that cannot swap two folders in one step
         monkeypatch.setattr(records, "exchange", lambda one, other: False)
     old, new = small_model(here / "old", 0), small_model(here / "new", 1)
     argv = lambda model, folder: ["export", str(model), str(folder)]
@@ -168,12 +168,12 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
 
 
 def damage(path, chance):
-    "Damage a file at random; how, and whether it is another now."
+    "Damage a file at random; return the kind of damage, and whether the file has changed."
     data, kind = path.read_bytes(), chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
     digits = [i for i, byte in enumerate(data) if kind == "number" and chr(byte) in "0123456789"]
     at = chance.choice(digits or range(max(1, len(data))))
     byte, rest = data[at:at + 1], data[at + 1:]
-    if kind == "number" and digits: # a digit swapped for another
+    if kind == "number" and digits: # replace a digit by another
         byte = str((int(byte) + chance.randrange(1, 10)) % 10).encode()
     elif kind in ("bit", "byte") and data:
         byte = bytes([byte[0] ^ 1 << chance.randrange(8) if kind == "bit" else chance.randrange(256)])
@@ -206,20 +206,20 @@ def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
 def test_a_hundred_damaged_exports_change_no_word(here, warm):
     chance, model = random.Random(42), small_model(here / "model", 0)
     assert child(["export", str(model), str(here / "out")], here / "out")[0] == 0
-    good, told_so = writes(here / "out"), 0
+    good, reported = writes(here / "out"), 0
     files = sorted(path for path in (here / "out").rglob("*") if path.is_file())
     for n in range(100):
         path = chance.choice(files)
         kept = path.read_bytes()
         kind, changed = damage(path, chance)
-        code, said = writes(here / "out")
-        last = said.strip().splitlines()[-1] if said.strip() else ""
-        if (code, said) != good:
-            assert code == 1 and "Traceback" not in said and last.startswith("longhorn: error: "), (path, kind, said)
+        code, output = writes(here / "out")
+        last = output.strip().splitlines()[-1] if output.strip() else ""
+        if (code, output) != good:
+            assert code == 1 and "Traceback" not in output and last.startswith("longhorn: error: "), (path, kind, output)
             assert path.name in last and "export" in last, (path, kind, last)
-            told_so += 1
+            reported += 1
         path.write_bytes(kept)
-    assert told_so > 60
+    assert reported > 60
 
 
 def test_text_of_a_record_is_escaped_wherever_it_ends(here):
@@ -246,11 +246,11 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
     before = {name: (folder / name).read_bytes() for name in files_in(folder) if (folder / name).is_file()}
     again = [*argv, "--fresh"] if what == "reproduce" else argv
     for limit in (0, 100, 1000, 3000):
-        code, said, _ = child(again, folder, limit=limit)
-        if code == 0: # it fits
+        code, output, _ = child(again, folder, limit=limit)
+        if code == 0: # the output fits
             continue
-        last = said.strip().splitlines()[-1]
-        assert code == 1 and last.startswith("longhorn: error: ") and "File too large" in last and "Traceback" not in said, said
+        last = output.strip().splitlines()[-1]
+        assert code == 1 and last.startswith("longhorn: error: ") and "File too large" in last and "Traceback" not in output, output
         kept = {str(path.relative_to(folder)).replace(".previous", ""): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert what == "reproduce" or kept == before
         assert not list(folder.rglob("*.partial"))
@@ -266,44 +266,44 @@ TRAINERS = {"train-lm": "train-lm --preset laptop --d-model 8 --n-layer 1 --cont
 
 @pytest.fixture(params=TRAINERS)
 def trainer(request, here, monkeypatch):
-    "A run that nothing disturbed: the words of its command, its folder, what it printed, its file operations."
+    "Run a command without interruption; return its words, folder, output and number of file operations."
     monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
-    (here / "cache").mkdir() # of prepared text
+    (here / "cache").mkdir() # cache of prepared text
     (here / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
     filled(here / "images", 12, 3)
     words = TRAINERS[request.param]
-    assert cli.main([*words, "--out", "warm"]) == 0 # imports here what the children then need not
-    code, said, operations = child([*words, "--out", "whole"], here / "whole")
+    assert cli.main([*words, "--out", "warm"]) == 0 # imports before the children are forked
+    code, output, operations = child([*words, "--out", "whole"], here / "whole")
     assert code == 0 and operations > 60
-    return words, here / "whole", said, operations
+    return words, here / "whole", output, operations
 
 
 def printed(text):
-    "The printed lines without speeds and the name of the folder."
+    "Return the printed lines without speeds and the name of the folder."
     text = re.sub(r"killed\d*|damaged\d*|whole", "RUN", re.sub(r"[\d,.]+ (tokens/s|images/s|% of the time)", "", text))
     return [line for line in text.splitlines() if not line.startswith("longhorn: warning")]
 
 
 def outcome(folder):
-    "Metrics without speeds, the weights, and the names of all files."
+    "Return metrics without speeds, the weights, and the names of all files."
     lines = [{name: value for name, value in line.items() if not name.endswith(("_per_second", "_percent"))} for line in records.read_jsonl(folder / "metrics.jsonl")]
     return lines, [path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))], files_in(folder)
 
 
 def test_training_killed_at_every_file_operation(here, trainer):
-    words, whole, said, operations = trainer
+    words, whole, output, operations = trainer
     for folder, again in killed_and_resumed(lambda folder: [*words, "--out", folder.name], here, operations):
-        assert printed(again) == printed(said) and outcome(folder) == outcome(whole), (folder, again)
+        assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (folder, again)
 
 
-def test_a_hundred_damaged_files_of_a_training_change_no_number(here, trainer):
-    "Text, checkpoints, metrics, settings: the same result, or a sentence that names the file and a remedy."
-    words, whole, said, _ = trainer
-    chance, told_so, went_back = random.Random(40), 0, 0
+def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
+    "Damage to any file gives the same result, or a sentence that names the file and a remedy."
+    words, whole, output, _ = trainer
+    chance, reported, went_back = random.Random(40), 0, 0
     for n in range(100):
         shutil.copytree(whole, folder := here / f"damaged{n}")
         cache = shutil.copytree(here / "cache", here / "kept")
-        if n % 2: # a run that is not over
+        if n % 2: # an unfinished run
             for newest in sorted(folder.glob("checkpoints/*"))[-1:]:
                 shutil.rmtree(newest)
         files = sorted(path for place in (folder, here / "cache") for path in place.rglob("*") if path.is_file() and "model" not in path.parts)
@@ -313,11 +313,11 @@ def test_a_hundred_damaged_files_of_a_training_change_no_number(here, trainer):
         assert "Traceback" not in again, (path, kind, again)
         if code:
             assert last.startswith("longhorn: error: ") and path.name in again and re.search("delete|use another|restore", last), (path, kind, last)
-            told_so += 1
+            reported += 1
         else:
-            assert printed(again) == printed(said) and outcome(folder) == outcome(whole), (path, kind, again)
+            assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (path, kind, again)
             went_back += "going back" in again
         shutil.rmtree(folder)
         shutil.rmtree(here / "cache")
         cache.rename(here / "cache")
-    assert told_so > 5 and went_back > 10
+    assert reported > 5 and went_back > 10

@@ -1,4 +1,4 @@
-"""Runs on several processes: copies and slices of a model train alike, resume each other's checkpoints, and end together."""
+"""Copies and slices of a model on several processes train alike, resume each other's checkpoints, and end together."""
 import dataclasses, math, os, shutil, socket
 from functools import cache
 from itertools import product
@@ -48,7 +48,7 @@ def curve(folder):
 
 
 def language(folder, sharding, stop=None):
-    "Train a language model of a kind that has all kinds of weights; end with an error at a step."
+    "Train a language model with all kinds of weights, up to an error at step `stop`."
     torch.manual_seed(0)
     config = dataclasses.replace(SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8)
     train(language_model(mixer="longhorn", tie_embeddings=False), failing(sampled(Sampler, 8), stop) if stop else TOKENS, VAL, config, folder,
@@ -56,7 +56,7 @@ def language(folder, sharding, stop=None):
 
 
 def failing(sampler, at):
-    "A sampler that fails at a step, or never."
+    "Make a sampler fail at a step, or never."
     draw = sampler.next_batch
     def next_batch():
         if at is not None and sampler.drawn == 8 * at:
@@ -67,13 +67,13 @@ def failing(sampler, at):
 
 
 def sampled(kind, rows, gradient_accumulation_steps=1):
-    "A sampler of this process's part of the rows of a step."
+    "Return a sampler of this process's rows of a step."
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     return kind(TOKENS, CONFIG.context, rows // world // gradient_accumulation_steps, CONFIG.seed, rank, world)
 
 
 def images(folder, sharding, stop=None):
-    "The same with images, whose order and augmentation no layout changes; without Mixup, whose pairs are of one process."
+    "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
     accelerator, options = make_accelerator(cpu=True), dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
     config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
     digits = lambda part: digit_images(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
@@ -84,19 +84,19 @@ def images(folder, sharding, stop=None):
 
 
 KINDS = {"language": language, "images": images}
-QUICK = {("two slices", "two copies"), ("two copies", "two copies")} # of images; the other changes are slow
+QUICK = {("two slices", "two copies"), ("two copies", "two copies")} # changes tested with images; the others are slow
 CHANGES = [pytest.param(kind, *change, marks=[] if kind == "language" or change in QUICK else pytest.mark.slow)
            for kind in KINDS for change in product(LAYOUTS, LAYOUTS)]
 
 
 @pytest.fixture(scope="module")
 def trained(pools, tmp_path_factory):
-    "A function: the folder of a run in a layout, stopped in the middle or not."
+    "Return a function that trains in a layout, up to step `at`, and returns the folder of the run."
     @cache
     def folder(kind, layout, at=None):
         place, (count, sharding) = tmp_path_factory.mktemp(kind) / "run", LAYOUTS[layout]
-        told = pools(count).run(KINDS[kind], place, sharding, at)
-        assert told == [at and "MemoryError: stopped"] * count, told
+        messages = pools(count).run(KINDS[kind], place, sharding, at)
+        assert messages == [at and "MemoryError: stopped"] * count, messages
         assert [path.name for path in checkpoints(place)][:1] == [f"step-000000{'08' if at else '16'}"]
         return place
     return folder
@@ -128,7 +128,7 @@ class Counting(checkpoint.Reader):
 
 
 def large(folder, sharding):
-    "Train a model that is large beside the bookkeeping; the bytes of pieces that this process read."
+    "Train a model large enough to measure, and return the bytes of pieces that this process read."
     Counting.bytes = 0
     with patch.object(checkpoint, "Reader", Counting):
         plain(folder, language_model, options={"d_model": 128}, sharding=sharding, steps=2, warmup=1)
@@ -137,7 +137,7 @@ def large(folder, sharding):
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
-    "Copies: each process writes half of what all read. Slices: each reads what it wrote."
+    "With copies each process writes half and reads all; with slices it reads what it wrote."
     assert no_error(pools(2).run(large, tmp_path, sharding)) == [0, 0]
     stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
     shares, half = no_error(pools(2).run(large, tmp_path, sharding)), sum(stored) / 2
@@ -167,7 +167,7 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
     model, tokens = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})), options.get("tokens", TOKENS)
     whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
-    for loss in found: # the weights that each process can put together
+    for loss in found: # each process gathers the whole weights
         assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
 
 
@@ -190,8 +190,8 @@ def other_checkpoint(run, *found):
 
 
 facts_of, changed = training.facts_of, lambda **changes: dict(config=dataclasses.replace(SHORT, **changes))
-DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # told of process 1; changed in both
-CASES = dict( # what is changed, and what both processes say
+DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # only process 1 differs; both processes differ
+CASES = dict( # name=(change, message of both processes)
     settings=(changed(log_every=5), "log_every: 5; process 0"), model=(dict(model=8), "model: "),
     text=(dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), "text: 2000 tokens "),
     val=(dict(val=VAL[:-1]), "held-out text: 203 tokens"), short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
@@ -220,21 +220,21 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
     files = lambda: {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     before = files()
     with only_run_in(tmp_path / "busy"):
-        told = {name: pools(2).run(refused, name, tmp_path) for name in CASES}
+        messages = {name: pools(2).run(refused, name, tmp_path) for name in CASES}
     assert files() == before
     host = socket.gethostname()
-    for name, lines in told.items():
+    for name, lines in messages.items():
         says = CASES[name][1].replace("HOST", host).replace("PATH", str(tmp_path))
         assert all(says in line and "\n" not in line for line in lines), (name, lines)
         assert name not in DIFFERS or all(f"process 1 on {host} (folder {tmp_path}" in line for line in lines)
-    assert all(f"process 1 on {host}: " in told[name][0] for name in ("short", "folder"))
+    assert all(f"process 1 on {host}: " in messages[name][0] for name in ("short", "folder"))
 
 
-# ---- processes that are gone, and full disks
+# ---- lost processes and full disks
 
 
 def lost(folder, where):
-    "Process 1 ends without a word: at a batch, while a checkpoint is written, or before the first step."
+    "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
     gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
     draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume_run
     if where == "step":
@@ -250,17 +250,17 @@ def lost(folder, where):
 def test_a_lost_process_is_one_sentence_and_the_run_resumes(tmp_path, where, step):
     pool = Pool(2)
     try:
-        told, gone = pool.run(lost, tmp_path, where)
+        message, gone = pool.run(lost, tmp_path, where)
     finally:
         pool.close()
-    assert gone is None and told.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in told
-    assert f"seen at step {step} " in told and "start the same command again, it resumes from" in told
-    assert ("step-00000010" if step else "the beginning") in told
+    assert gone is None and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in message
+    assert f"seen at step {step} " in message and "start the same command again, it resumes from" in message
+    assert ("step-00000010" if step else "the beginning") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
 
 
 def full_disk(folder, rank, in_background):
-    "The disk of one process is full at step 20."
+    "Train while the disk of one process is full at step 20."
     write = checkpoint.Writer.write_data
     def write_data(self, *parts):
         if os.environ["RANK"] == rank and "step-00000020" in str(self.path):

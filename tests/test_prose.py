@@ -1,18 +1,18 @@
-"""No number without a source: what the book's prose states as measured is printed by the page, recorded, or published.
+"""Every number in the book's prose has a source: the page prints it, a record holds it, or it was published.
 
 A *stated number* is one with a unit of measurement (ms, %, times, bits per byte, ...) and at least two digits, or any
 decimal of three digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
-powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must be found, to the
-digits that it is stated with, in one of these places:
+powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must agree, to all its
+digits, with a number in one of these places:
 
 1. the page itself: its committed outputs, or a constant of its code;
-2. for the pages on kernels, the models, the README and the index (not those on theory and the lab): a field of `kernels/results` that is measured in that
+2. for all pages except those on theory and the lab: a field of `kernels/results` that is measured in that
    unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
 3. the published numbers of `longhorn_kit.lab.published`; for README and index also the ledger as it prints.
 
-A wrong number of two digits is often one of these by accident: of numbers put in at random about half are found. Best
-is to print the number in the cell above it. What remains stands below: in `DERIVED` with the formula that gives it
-from a record, which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
+A wrong number of two digits often agrees by accident: about half of random numbers do. It is best to print the number
+in the cell above it. The others are listed below: in `DERIVED` with the formula that gives the number from a record,
+which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
 """
 import json, math, re
 from functools import cache
@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 from test_site import build
 from longhorn_kit.lab import claims
-from longhorn_kit.lab import published as told
+from longhorn_kit.lab import published as papers
 from longhorn_kit.lab.ledger import ledger
 from longhorn_kit.records import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "nbs/index.ipynb", # tests/test_bench.py checks kernels/README.md
-         *sorted(str(path.relative_to(ROOT)) for part in ("theory", "scan", "models", "lab") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
+         *sorted(str(path.relative_to(ROOT)) for part in ("theory", "scan", "models", "lab", "machine") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
 
 NUMBER = r"(?<![\w.,/^−-])([+−-]?\d+(?:,\d{3})*(?:\.\d+)?)"
 SPACE = r"[\s\u00a0\u202f$]*"
@@ -45,7 +45,7 @@ DECIMAL = re.compile(rf"{NUMBER}(?![\w.,]*\w)")
 
 
 def page_cells(page):
-    "(Markdown, code, outputs) of a page as three texts."
+    "Return Markdown, code and outputs of a page as three texts."
     text = (ROOT / page).read_text(encoding="utf-8")
     if page.endswith(".md"):
         return re.sub(r"```.*?```", "", text, flags=re.S), "", ""
@@ -65,18 +65,18 @@ def value_of(text):
 
 
 def digits(text):
-    "Significant digits as written."
+    "Count the significant digits as written."
     return len(re.sub(r"[^\d]", "", text).lstrip("0"))
 
 
 def is_size(text):
-    "A power of two: a length, a width, a number of states."
+    "Check for a power of two: a length, a width, a number of states."
     value = abs(value_of(text))
     return value == int(value) and value > 0 and math.log2(value).is_integer()
 
 
 def stated(prose):
-    "(number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
+    "Return (number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
     prose = re.sub(r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose) # code, links
     prose = re.sub(r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose) # versions
     prose = re.sub(r"\b(?:19|20)\d\ds\b", " ", prose) # decades
@@ -95,13 +95,13 @@ def stated(prose):
 
 
 def numbers_in(text):
-    "Every number of a text."
+    "Return every number of a text."
     text = re.sub(r"</?[a-z][^<>]*>", " ", text) # tags of HTML, and not a plain "<"
     return {value_of(number) for number in re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?", text)}
 
 
 def leaves(value, key=""):
-    "(key, number) of every number in a JSON value; a list of many numbers is a curve, and none of them is a result."
+    "Return (key, number) of every number in a JSON value."
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return {(key, float(value))}
     parts = value.items() if isinstance(value, dict) else ((key, part) for part in value) if isinstance(value, (list, tuple)) else ()
@@ -110,21 +110,21 @@ def leaves(value, key=""):
 
 @cache
 def measured():
-    "(field, number) of the committed kernel records."
+    "Return (field, number) of the committed kernel records."
     return frozenset().union(*(leaves(read_json(path)) for path in (ROOT / "kernels/results").glob("*.json")))
 
 
 @cache
 def published():
-    "The numbers of the paper and of others that the ledger quotes."
-    tables = (told.OPENWEBTEXT, told.RECALL_INTENSIVE, told.DOWNSTREAM_PERPLEXITY, told.EXTRAPOLATION, told.INDEPENDENT)
+    "Return the published numbers of the paper and of others that the ledger quotes."
+    tables = (papers.OPENWEBTEXT, papers.RECALL_INTENSIVE, papers.DOWNSTREAM_PERPLEXITY, papers.EXTRAPOLATION, papers.INDEPENDENT)
     texts = (numbers_in(f"{claim.statement} {claim.published}") for claim in claims.CLAIMS)
     return frozenset({number for table in tables for _, number in leaves(table)}.union(*texts))
 
 
 @cache
 def sources(page):
-    "(numbers that the page shows or that are published, fields of records that it may quote)."
+    "Return the numbers that a page shows or that were published, and the fields of records that it may quote."
     _, code, shown = page_cells(page)
     lab, front = page.startswith("nbs/lab/"), page in ("README.md", "nbs/index.ipynb")
     found = numbers_in(str(ledger("no runs"))) if front else set()
@@ -134,7 +134,7 @@ def sources(page):
 
 
 def agrees(text, kind, page):
-    "Whether some value gives the stated number at the digits that it is stated with."
+    "Check whether some value agrees with the stated number to all its digits."
     (shown, records), (factors, fields) = sources(page), kind
     number, places = abs(value_of(text)), len(text.partition(".")[2])
     half = 0.5 * 10**-places * (1 + 1e-9)
@@ -143,30 +143,30 @@ def agrees(text, kind, page):
 
 
 def kernel(section, shape, form):
-    "(forward, backward) ms of the fast kernels on the H200."
+    "Return (forward, backward) ms of the fast kernels on the H200."
     rows = read_json(ROOT / claims.Claim.times)["rows"]
     return next((row["forward_ms"], row["backward_ms"]) for row in rows
                 if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form) and row["z"] and not row["state"])
 
 
 def exact_step(part, change, shape):
-    "ms of one version of the exact kernels, the better of two rounds."
+    "Return the ms of one version of the exact kernels, the better of two rounds."
     rows = read_json(ROOT / "kernels/results/h200_exact_steps.json")[part]
     return min(next(row[shape] for row in rows if row["change"] == change))
 
 
 def small_memory(shape, form):
-    "Per cent more time where no states are kept."
+    "Return the extra time without stored states, in per cent."
     return 100 * (sum(kernel("memory", shape, form)) / sum(kernel("main", shape, form)) - 1)
 
 
 def against_plain(section, shape, form, way):
-    "The time of a case in terms of the plain one's at S1; way 0 is forward, 1 backward."
+    "Return the time of a case over the plain time at S1; way 0 is forward, 1 backward."
     return kernel(section, shape, form)[way] / kernel("main", "S1", form)[way]
 
 
 def lead(size, first, second):
-    losses = told.OPENWEBTEXT[size]
+    losses = papers.OPENWEBTEXT[size]
     return losses[second] - losses[first]
 
 
@@ -176,13 +176,13 @@ def laptop_run(mixer):
 
 
 def language_cache():
-    "Bytes of attention's cache in terms of Longhorn's, at the longest context."
+    "Return the bytes of attention's cache over those of Longhorn, at the longest context."
     attention, longhorn = (laptop_run(mixer)["decode"]["numbers"][-1] for mixer in ("attention", "longhorn"))
     return attention / longhorn
 
 
 def backward_counter(name):
-    "Return the profiler's figures of the diagonal backward whose lanes meet, in per cent."
+    "Return a profiler counter of the diagonal backward whose lanes meet, in per cent."
     return 100 * read_json(ROOT / "kernels/results/h200_diagonal_steps.json")["counters"]["backward_meetings"][name]
 
 
@@ -226,7 +226,7 @@ def unsourced(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_stated_number_has_a_source(page):
     missing = unsourced(page)
-    assert not missing, f"{page}: print these, or say in tests/test_prose.py where they come from:\n" + "\n".join(
+    assert not missing, f"{page}: print these, or give their source in tests/test_prose.py:\n" + "\n".join(
         f"  {written!r} in '... {context} ...'" for written, context in missing)
 
 

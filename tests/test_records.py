@@ -14,7 +14,7 @@ from longhorn_kit.records import (
 
 @contextmanager
 def files_end_at(size):
-    "Every write beyond `size` bytes of a file fails with a real error of the operating system."
+    "Make every write beyond `size` bytes of a file fail with a real error of the operating system."
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -86,7 +86,7 @@ json_values = st.recursive(
 
 
 def finite(value):
-    "The value as JSON must give it back."
+    "Return the value that JSON should give back."
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
@@ -247,7 +247,7 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
 
 def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
     assert commit_of_kit(tmp_path) is None
-    for name in (".git", "longhorn_kit"): # a repository, but not of the kit; then it looks like one, but git cannot read it
+    for name in (".git", "longhorn_kit"): # a repository, but not of the kit; later it looks like the kit, but git cannot read it
         (tmp_path / name).mkdir()
         assert commit_of_kit(tmp_path) is None
 
@@ -264,11 +264,11 @@ def test_commit_says_when_files_differ(tmp_path):
     assert len(clean) == 12 and commit_of_kit(tmp_path) == clean + "+"
 
 
-@pytest.mark.parametrize("how, told", [
+@pytest.mark.parametrize("how, printed", [
     (["script.py", "--out", "a b"], "python script.py --out 'a b'"), (["-m", "script", "x"], "python -m script x"),
     (["-c", "import script", "x"], "python -c 'import script' x")])
-def test_a_recorded_command_can_be_run_again(tmp_path, how, told):
+def test_a_recorded_command_can_be_run_again(tmp_path, how, printed):
     (tmp_path / "script.py").write_text("from longhorn_kit.records import command_line\nprint(command_line())\n")
     path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
     done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.stdout.strip() == told, done.stderr
+    assert done.stdout.strip() == printed, done.stderr

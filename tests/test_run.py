@@ -1,4 +1,4 @@
-"""The driver of experiments: same record from every engine, and after every accident."""
+"""Experiments give the same record on every engine and after every accident."""
 import json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def test_a_job_that_fails_is_tried_again_noted_and_given_up(tmp_path, monkeypatc
     record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
     assert record["missing"] == 3 and record["results"] == expected | {"diagonal": []}
     assert not (tmp_path / "record.json").exists() and read_record(tmp_path / "partial.json") == record
-    told = capsys.readouterr().err
-    assert told.count("ValueError: the toy is broken") == 6 and "error-1.txt" in told
+    errors = capsys.readouterr().err
+    assert errors.count("ValueError: the toy is broken") == 6 and "error-1.txt" in errors
     for note in tmp_path.glob("jobs/*/error-*.txt"):
         note.unlink()
     monkeypatch.delenv("TOY_FAILS")
@@ -62,7 +62,7 @@ def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected
 
 @pytest.mark.parametrize("options, says", [
     ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
-    ({"launcher": "ray"}, "launcher is 'ray'; there are: local, slurm, dask"),
+    ({"launcher": "ray"}, "launcher is 'ray'; expected local, slurm or dask"),
     ({"launcher": "dask"}, "set DASK_SCHEDULER"),
 ])
 def test_what_cannot_be_run_is_one_sentence(tmp_path, monkeypatch, options, says):
@@ -105,7 +105,7 @@ def driver(folder, launcher="local", **variables):
 
 
 def processes_in(folder):
-    "Processes of this machine that name a folder in their command line or work for one that does."
+    "Return the processes that name a folder in their command line, and their children."
     import psutil
     def tree(parent):
         try:

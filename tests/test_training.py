@@ -1,4 +1,4 @@
-"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`) it trains, to be killed."""
+"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`), it trains until it is killed."""
 
 import dataclasses, errno, math, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
@@ -22,7 +22,7 @@ VAL = np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)  # 203 pred
 
 
 class Tiny(nn.Module):
-    "Small, but with dropout, so that a random state that is not restored shows."
+    "Small model with dropout, which reveals a random state that was not restored."
     def __init__(self, seed=0, d=16, dropout=0.2):
         super().__init__()
         torch.manual_seed(seed)
@@ -34,7 +34,7 @@ class Tiny(nn.Module):
 
 
 class Interrupting(Sampler):
-    "A sampler to which something happens before its n-th batch."
+    "Sampler that calls `what` before its n-th batch."
     def __init__(self, at, what, **options):
         super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
         self.at, self.what = at, what
@@ -59,7 +59,7 @@ def failing(error):
 
 
 def losses(model, tokens=TOKENS, val=None, folder=None, end=None, **changes):
-    "The loss of every step in a training."
+    "Train, and return the loss of every step."
     result = train(model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True, end=end)
     return [line["loss"] for line in result["history"]]
 
@@ -74,7 +74,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def whole(one_thread):
-    "The history of an undisturbed run."
+    "Return the history of a run without interruption."
     return curve(run()["history"])
 
 
@@ -86,7 +86,7 @@ if __name__ == "__main__":  # trains slowly enough to be killed
     sys.exit()
 
 
-# ---- going on
+# ---- resuming
 
 
 def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
@@ -100,7 +100,7 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         process.kill()
     assert process.wait() == -signal.SIGKILL
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
-    torch.manual_seed(99)  # whoever resumes has another random state, and other initial weights
+    torch.manual_seed(99)  # a resumed run starts with another random state and other initial weights
     result = run(tmp_path / "run", seed=7)
     assert result["resumed_from"] in (20, 30, 40)
     assert curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
@@ -110,7 +110,7 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
 
 @pytest.mark.parametrize("at, saved, changes", [
     (1, 0, {}), (10, 0, {}), (11, 10, {}), (60, 50, {}), (26, 25, dict(save_every=0, save_seconds=0.0)),
-    (43, 40, dict(async_save=True)), (43, 40, dict(checkpoint_blocks=True))])  # which change no bit
+    (43, 40, dict(async_save=True)), (43, 40, dict(checkpoint_blocks=True))])  # settings that change no bit
 def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, changes):
     config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(MemoryError):
@@ -123,7 +123,7 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, change
 @pytest.mark.parametrize("signals, at, saved, says", [
     (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call resumes"),
     (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
-    (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13")])  # one of a cluster and one of the launcher
+    (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13")])  # one from the cluster, one from the launcher
 def test_signals_leave_a_checkpoint_and_say_how_to_resume(tmp_path, whole, signals, at, saved, says):
     def send():
         for name in signals:
@@ -153,12 +153,12 @@ def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, 
 
 
 def damages(folder):
-    "Every way to damage a checkpoint that is tried: (file, function of its bytes or None)."
+    "Return ways to damage a checkpoint: (file, function of its bytes or None)."
     cut, bit = lambda b: b[:len(b) // 2], lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
     return [(path.name, damage) for path in sorted(folder.iterdir()) for damage in (cut, bit, lambda b: b"[]", None)]
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, whole):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, whole):
     run(tmp_path / "run")
     cases = damages(tmp_path / "run" / "checkpoints" / "step-00000060")
     assert len(cases) == 16
@@ -172,14 +172,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys, wh
         result = run(folder, seed=4)
         assert result["resumed_from"] == 50 and curve(result["history"]) == whole
         warning = capsys.readouterr().err
-        if damage or file != "checkpoint.json": # without it there is no checkpoint
+        if damage or file != "checkpoint.json": # without this file there is no checkpoint
             assert warning.count("\n") == 1 and "damaged" in warning and "going back" in warning and file in warning
 
 
 def test_when_all_checkpoints_are_lost_nothing_is_overwritten(tmp_path, whole):
     run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl").unlink() # a checkpoint has the metrics too
+    (tmp_path / "metrics.jsonl").unlink() # a checkpoint contains the metrics too
     assert curve(run(tmp_path)["history"]) == whole and curve(read_jsonl(tmp_path / "metrics.jsonl")) == whole
     for path in checkpoints(tmp_path):
         (path / ".metadata").write_bytes(b"")
@@ -235,7 +235,7 @@ def test_averaged_weights_are_those_of_a_plain_loop_and_resume(tmp_path):
     assert curve(run(tmp_path, config=config)["history"]) == curve(result["history"])
 
 
-@pytest.mark.parametrize("step", [10, 7]) # one that is saved again, and one that is not
+@pytest.mark.parametrize("step", [10, 7]) # one is saved again, the other is not
 def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, step):
     leftover = tmp_path / "checkpoints" / f".step-{step:08d}.abc123-1.partial"
     leftover.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, s
 
 
 class Nan(Tiny):
-    "A model whose loss or gradient is wrong at one call in training."
+    "Model whose loss or gradient is wrong at one call in training."
     def __init__(self, at, gradient_only=False):
         super().__init__()
         self.at, self.calls, self.gradient_only = at, 0, gradient_only
@@ -294,13 +294,13 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
     (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"), (dict(precision="fp8"), "precision is 'fp8'"),
     (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
     (dict(gradient_accumulation_steps=3), "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-    (dict(loss_chunk=8), "loss_chunk is 8; it is for language models, and Tiny is none"),
+    (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
     (dict(sharding="fsdp"), "sharding is 'fsdp', but there is one process; start several with torchrun"),
     (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
     (dict(reset_documents=True), "reset_documents needs `end`"),
     (dict(reset_documents=True, compile=True), "compile and reset_documents cannot be combined"),
     (dict(context=2000), "the text has 2000 tokens; a context of 2000 needs at least 2001")])
-def test_settings_that_cannot_be_are_refused(wrong, says):
+def test_impossible_settings_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says) as caught:
         run(config=dataclasses.replace(CONFIG, **wrong))
     assert "\n" not in str(caught.value)
@@ -310,7 +310,7 @@ def test_settings_that_cannot_be_are_refused(wrong, says):
 
 
 class Table(nn.Module):
-    "A bigram table: its loss on a text can be added up by hand whatever the windows are."
+    "Bigram table, whose loss on a text can be added up by hand for any windows."
     def __init__(self):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
@@ -320,7 +320,7 @@ class Table(nn.Module):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 90), st.integers(1, 20), st.integers(1, 9))
-def test_evaluation_is_the_mean_over_every_token_but_the_first(length, context, batch):
+def test_evaluation_is_the_mean_over_every_token_except_the_first(length, context, batch):
     model, text = Table(), VAL[:length]
     logits = model.logits.detach().double().numpy()
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -344,7 +344,7 @@ def test_evaluation_changes_nothing_and_training_no_random_state():
         evaluate(model, VAL[:1], 8)
 
 
-def test_how_often_one_evaluates_does_not_change_training(whole):
+def test_the_number_of_evaluations_does_not_change_training(whole):
     def noisy(model):  # an evaluation that draws random numbers
         return {"score": float(torch.rand(()))}
     often = train(Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True)
@@ -398,7 +398,7 @@ def test_language_models_decay_projections_alone(mixer):
 
 @pytest.mark.parametrize("mixer, special", [
     ("longhorn", {"conv1d.weight"}), ("mamba", {"conv1d.weight", "A_log"}), ("attention", set()), ("rwkv5", {"mix"})])
-def test_officially_all_but_vectors_decay(mixer, special):
+def test_officially_everything_except_vectors_decays(mixer, special):
     model = language_model(d_model=16, n_layer=1, mixer=mixer)
     decay, rest = parameter_groups(model, 0.1, "official")
     names = set(decay["names"])
@@ -417,7 +417,7 @@ def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
 
 
 def test_runs_of_earlier_versions(tmp_path):
-    "A setting that an old run lacks has its default; a checkpoint in the old format is refused."
+    "Settings missing in an old run get their defaults; a checkpoint in the old format is refused."
     config = dataclasses.replace(CONFIG, save_every=5)
     whole = train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
     record = read_record(tmp_path / "config.json")
@@ -457,7 +457,7 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
 
 
 class Masked(Sampler):
-    "A sampler that leaves out targets, in every row another number of them."
+    "Sampler that leaves out a different number of targets in every row."
     def next_batch(self):
         inputs, targets = super().next_batch()
         left_out = torch.arange(self.context) < inputs[:, :1] % self.context # at least one target stays
@@ -466,7 +466,7 @@ class Masked(Sampler):
 
 @pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
 def test_votes_ride_on_the_count_of_targets(votes):
-    "1,023 processes of 2**20 targets each: neither the shares of the parts nor the votes spill over."
+    "With 1,023 processes of 2**20 targets each, neither targets nor votes overflow."
     parts = [torch.zeros(1024, 768, dtype=torch.int64), torch.zeros(1024, 256, dtype=torch.int64)]
     many = SimpleNamespace(num_processes=1023, reduce=lambda mine, how: mine * 1023)
     weights, heard = training.token_weights(parts, many, votes)
@@ -474,7 +474,7 @@ def test_votes_ride_on_the_count_of_targets(votes):
 
 
 class Sparse(Sampler):
-    "A sampler with targets in the first row of every other batch of 4 rows, and in no other row."
+    "Sampler with targets only in the first row of every other batch of 4 rows."
     def next_batch(self):
         row = self.drawn + torch.arange(self.batch_size)[:, None]
         inputs, targets = super().next_batch()
@@ -482,8 +482,8 @@ class Sparse(Sampler):
 
 
 @pytest.mark.parametrize("sampler, steps, chunk", [(Sampler, 12, 0), (Masked, 12, 0), (Masked, 12, 5), (Sparse, 6, 0), (Sparse, 6, 5)])
-def test_parts_count_by_the_targets_that_they_have(sampler, steps, chunk):
-    "A part without any adds nothing."
+def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
+    "A micro-batch without targets adds nothing."
     one, other = language_model(), language_model()
     whole, parts = (losses(model, sampler(TOKENS, CONFIG.context, CONFIG.batch_size // n, CONFIG.seed), steps=steps,
                            warmup=2, gradient_accumulation_steps=n, loss_chunk=chunk) for model, n in ((one, 1), (other, 4)))
@@ -542,7 +542,7 @@ def language_model(**options):
 
 
 def alone(model, tokens=TOKENS, **changes):
-    "The metrics of one process."
+    "Return the metrics of a run on one process."
     return train(model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True)["history"]
 
 
@@ -560,7 +560,7 @@ def test_slices_change_nothing_in_training(options):
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_state_is_reset_at_documents(chunk):
-    "The loss is that of every document read alone; other tokens before a document change nothing in it."
+    "The loss equals that of every document read alone; tokens before a document do not change it."
     model, tokens = language_model(mixer="longhorn"), torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3))
     tokens[0, [4, 5, 17]] = tokens[1, 24] = 0
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -19,13 +19,13 @@ from longhorn_kit.records import read_json, read_jsonl
 
 
 def picture(number, label):
-    "A grey image whose brightness tells its class."
+    "Return a grey image whose brightness shows its class."
     noise = np.random.default_rng(number).integers(0, 40, (8, 8))
     return Image.fromarray((noise + 150 * label).astype(np.uint8))
 
 
 def filled(root, train, val, classes=("dark", "light")):
-    "The folder, with so many images of each class."
+    "Fill a folder with a number of images per class, and return it."
     for part, count in (("train", train), ("val", val)):
         for label, name in enumerate(classes):
             (root / part / name).mkdir(parents=True)
@@ -45,7 +45,7 @@ def small(out, data, **options):
 
 
 def results(out):
-    "The metrics without measured times, and the weights."
+    "Return the metrics without measured times, and the weights."
     timed = lambda name: name.endswith("per_second") or name == "waiting_percent"
     lines = [{name: value for name, value in line.items() if not timed(name)} for line in read_jsonl(out / "metrics.jsonl")]
     return lines, {name: value.tolist() for name, value in load_file(out / "model" / "model.safetensors").items()}
@@ -60,7 +60,7 @@ def test_presets_are_the_published_recipe():
         assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (0.8, 1.0, 0.1, 0.25, 3)
         assert config.auto_augment == "rand-m9-mstd0.5-inc1" and config.ema == 0.99996 and config.precision == "no"
     known = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
-    assert (known.eval_every, known.steps, known.warmup) == (9, 18, 17) # two epochs of a warm-up of five
+    assert (known.eval_every, known.steps, known.warmup) == (9, 18, 17) # all steps but one, as five epochs of warm-up exceed two epochs
 
 
 @pytest.mark.parametrize("arguments, override, message", [
@@ -113,8 +113,8 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
             for i in (0, len(reader) - 1):
                 file, label = reader[i]
                 assert (file.read(), label) == rows[part][i] and reader.filename(i, absolute=True)
-    told = small(tmp_path / "run", f"wds:{tmp_path}", epochs=1), small(tmp_path / "same", folder, epochs=1)
-    assert told[0]["loss"] == told[1]["loss"] and results(tmp_path / "run") == results(tmp_path / "same")
+    summaries = small(tmp_path / "run", f"wds:{tmp_path}", epochs=1), small(tmp_path / "same", folder, epochs=1)
+    assert summaries[0]["loss"] == summaries[1]["loss"] and results(tmp_path / "run") == results(tmp_path / "same")
 
 
 def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tmp_path):
@@ -150,7 +150,7 @@ def test_bad_folders(tmp_path):
 
 
 class Noise:
-    "A reader of 64 healthy images that counts what is read."
+    "Reader of 64 intact images that counts the images read."
     pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
     def __init__(self): self.read = []
     def __len__(self): return 64
@@ -159,7 +159,7 @@ class Noise:
 
 
 def batches(rank=0, world=1, **options):
-    "Batches of the ViM recipe, at 32 × 32 pixels: 4 epochs of 5 steps."
+    "Return batches of the ViM recipe at 32 × 32 pixels: 4 epochs of 5 steps."
     config = vision_config("imagenet-vim-tiny", model="longhorn_vim_tiny_patch4_32", data="noise",
                            **dict(batch_size=12, epochs=4, workers=0, seed=3) | options)
     config = lab.with_steps(config, 64)
@@ -195,12 +195,12 @@ def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
     assert not torch.equal(images[0], images[1])
 
 
-def test_no_healthy_image_is_called_broken():
+def test_no_intact_image_is_reported_broken():
     "RandAugment draws posterize with 0 bits about ten times here, which Pillow 13 refuses."
     images = batches(repeats=1, batch_size=64, epochs=200).images
     for place in range(10_000):
         assert images[place][1:] == (images.number(place), []) # and not its neighbour
-    images.transform = lambda image: image.no_such_method # an error of the augmentation is not the image's
+    images.transform = lambda image: image.no_such_method # an error of the augmentation does not mean a broken image
     with pytest.raises(AttributeError, match="no_such_method"):
         images[3]
 
@@ -213,7 +213,7 @@ def test_posterize_with_0_bits_is_black(mode):
 
 
 def interrupted(monkeypatch, step, what):
-    "Let something happen before a step of the next run in this process."
+    "Call a function before a step of the next run in this process."
     draw = ImageBatches.next_batch
     def next_batch(self):
         if self.drawn == step * self.config.batch_size:
@@ -245,7 +245,7 @@ def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
 
 
 def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch):
-    "A scheduler sends it to the processes that load images too."
+    "A scheduler sends SIGTERM also to the processes that load images."
     def ends():
         for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
             os.kill(process.pid, signal.SIGTERM)
@@ -258,22 +258,22 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
 
 
 def ends_while_loading(out, folder, **options):
-    "Train; the process that loads images ends while it reads ahead in step 5."
-    multiprocessing.set_start_method("fork", force=True) # or the change below would not reach the process
+    "Train while the process that loads images dies as it reads ahead in step 5."
+    multiprocessing.set_start_method("fork", force=True) # otherwise the change below would not reach the process
     number = Augmented.number
     Augmented.number = lambda images, place: os.kill(os.getpid(), signal.SIGKILL) if place == 6 * 8 else number(images, place)
     small(out, folder, **options)
 
 
 def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
-    "In another process: torch may raise the loss of a loading process again, anywhere in the process that had it."
+    "Runs in another process, because torch may later raise the loss of a loading process anywhere."
     options, pool = dict(workers=1, save_every=4, epochs=4), Pool(1, daemon=False)
     try:
-        told, = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
+        message, = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
     finally:
         pool.close()
-    assert re.match("WorkerLost: a process that loads images is gone, seen at step [45] .*same command again", told) and "\n" not in told
-    assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in told
+    assert re.match("WorkerLost: a process that loads images is gone, seen at step [45] .*same command again", message) and "\n" not in message
+    assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in message
     assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4 and small(tmp_path / "whole", folder, epochs=4)
     assert results(tmp_path / "run") == results(tmp_path / "whole")
 
@@ -292,17 +292,17 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
     assert results(tmp_path / "parts") == results(tmp_path / "whole") and capsys.readouterr().err.count("dark/3.png") == 1
-    for part, told in (("val", "none of the held-out images can be read"), ("train", "^none of the 18 images can be read; the first is .*0.png$")):
+    for part, message in (("val", "none of the held-out images can be read"), ("train", "^none of the 18 images can be read; the first is .*0.png$")):
         for path in (tmp_path / part).rglob("*.png"):
             path.write_bytes(b"")
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             small(tmp_path / "again", tmp_path, epochs=1, workers=1)
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
     for options, says in ((dict(batch_size=64), "24 training images are fewer than batch_size=64"),
                           (dict(gradient_accumulation_steps=3), "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-                          (dict(batch_size=7, mixup=0.8), "a part of a step has 7 images")):
+                          (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images")):
         with pytest.raises(ValueError, match=says):
             small(tmp_path, folder, **options)
     one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, gradient_accumulation_steps=2)
@@ -353,8 +353,8 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
     assert start["top1"] == 1.0 and read_json(tmp_path / "fine" / "model" / "config.json")["pretrained_cfg"]["input_size"] == [1, 12, 12]
     assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
     shutil.copytree(out / "model", tmp_path / "model")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True) # of a run that was killed before its first checkpoint
-    for _ in range(2): # a resumed run reads them no more
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True) # from a run that was killed before its first checkpoint
+    for _ in range(2): # a resumed run does not read them again
         small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(tmp_path / "model"))
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
     assert results(tmp_path / "run")[1] == results(out)[1]
@@ -384,23 +384,23 @@ def start(*words, launcher=()):
 
 
 def finished(process):
-    said, errors = process.communicate(timeout=100)
-    return process.returncode, said, errors
+    output, errors = process.communicate(timeout=100)
+    return process.returncode, output, errors
 
 
 def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_weights(tmp_path):
     folder = filled(tmp_path, 8, 4)
-    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png" # held out: one on each process
+    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png" # held out: one per process
     for path in broken:
         (folder / path).write_bytes(b"not an image")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
-    code, said, errors = finished(start("train-vision", "--preset", "digits", "--data", str(folder), "--out", str(folder / "whole"), "--epochs", "3",
+    code, output, errors = finished(start("train-vision", "--preset", "digits", "--data", str(folder), "--out", str(folder / "whole"), "--epochs", "3",
                                         "--batch-size", "8", "--workers", "1", "--sharding", "fsdp", launcher=torchrun))
     lines = [line for line in read_jsonl(folder / "whole" / "metrics.jsonl") if "top1" in line]
     assert code == 0, errors
     assert [(line["skipped"], line["val_images"], line["epoch"]) for line in lines] == [(3, 6, 1), (3, 6, 2), (3, 6, 3)]
     assert all(errors.count(f"{path}; skipped") == 1 for path in broken)
-    assert said.count("\n") == 2 and "of 6 images, 3 skipped" in said and "went to waiting for images" in said
+    assert output.count("\n") == 2 and "of 6 images, 3 skipped" in output and "went to waiting for images" in output
     one = small(folder / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1)
     mine, whole = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole"))
     assert all(torch.allclose(mine[name], whole[name], atol=1e-4) for name in whole) and mine.keys() == whole.keys()
@@ -425,12 +425,12 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
         time.sleep(0.05)
     killed.kill()
     assert finished(killed)[0] == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
-    told = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
-    assert [code for code, *_ in told] == [0, 0] and told[0][1].split(";")[0] == told[1][1].split(";")[0]
+    outputs = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
+    assert [code for code, *_ in outputs] == [0, 0] and outputs[0][1].split(";")[0] == outputs[1][1].split(";")[0]
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     assert len(results(tmp_path / "whole")[0]) == 40 and read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
-    code, said, _ = finished(start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu"))
-    assert code == 0 and said.strip() == told[0][1].split("epoch 2: ")[1].split(";")[0]
+    code, output, _ = finished(start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu"))
+    assert code == 0 and output.strip() == outputs[0][1].split("epoch 2: ")[1].split(";")[0]
 
 
 def test_the_names_that_timms_script_uses(folder, tmp_path):

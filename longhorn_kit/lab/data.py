@@ -7,31 +7,31 @@ __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_has
            'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer', 'get_tokenizer', 'holds_whole',
            'pieces_of', 'Sampler']
 
-# %% ../../nbs/machine/data.ipynb #30_data-003
+# %% ../../nbs/machine/data.ipynb #data-003
 import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, sys, sysconfig, zlib
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 import numpy as np
 
-# %% ../../nbs/machine/data.ipynb #30_data-007
+# %% ../../nbs/machine/data.ipynb #data-007
 PACKAGES = ("asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
             "tomllib unittest urllib wsgiref xml xmlrpc zoneinfo").split()
 LARGEST_FILE = 150_000 # bytes
 
-# %% ../../nbs/machine/data.ipynb #30_data-008
+# %% ../../nbs/machine/data.ipynb #data-008
 def stdlib_files():
-    "Return the sources of the standard library in every distribution: {name: path}."
+    "Return the files of the standard library that every distribution has: {name: path}."
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
+    paths = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
     for package in PACKAGES:
-        found += (root / package).rglob("*.py")
+        paths += (root / package).rglob("*.py")
     skip = {"test", "tests", "__pycache__"}
-    named = ((path.relative_to(root).as_posix(), path) for path in found)
+    named = ((path.relative_to(root).as_posix(), path) for path in paths)
     return {name: path for name, path in named
             if not skip & set(name.split("/")) and 0 < path.stat().st_size <= LARGEST_FILE}
 
-# %% ../../nbs/machine/data.ipynb #30_data-010
+# %% ../../nbs/machine/data.ipynb #data-010
 def normalise(data, name):
     "Return the text with newlines as \\n; ValueError if it is binary, not UTF-8 or empty."
     if b"\0" in data:
@@ -44,23 +44,23 @@ def normalise(data, name):
         raise ValueError(f"{name} is empty")
     return text
 
-# %% ../../nbs/machine/data.ipynb #30_data-012
+# %% ../../nbs/machine/data.ipynb #data-012
 def help_topics():
     "Return the help topics that are not part of a longer one: {name: text}."
     from pydoc_data.topics import topics
     lines = {name: {line for line in text.splitlines() if len(line) >= 30} for name, text in topics.items()}
-    kept = []
+    chosen = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
-        if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in kept):
-            kept.append(name)
-    return {f"topics/{name}": topics[name].strip() + "\n" for name in kept}
+        if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in chosen):
+            chosen.append(name)
+    return {f"topics/{name}": topics[name].strip() + "\n" for name in chosen}
 
-# %% ../../nbs/machine/data.ipynb #30_data-013
+# %% ../../nbs/machine/data.ipynb #data-013
 def name_hash(name):
     "Return a fixed number in [0, 1) for a name."
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
-# %% ../../nbs/machine/data.ipynb #30_data-014
+# %% ../../nbs/machine/data.ipynb #data-014
 def embedded_documents():
     "Yield the embedded corpus as (name, text), in a fixed order."
     sources = help_topics() | stdlib_files()
@@ -68,25 +68,25 @@ def embedded_documents():
         text = sources[name]
         try:
             yield name, text if isinstance(text, str) else normalise(text.read_bytes(), name)
-        except ValueError: # old encoding, or empty
+        except ValueError: # not UTF-8, or empty
             continue
 
-# %% ../../nbs/machine/data.ipynb #30_data-016
-VAL_PART = 0.05 # share of documents that are never trained on
+# %% ../../nbs/machine/data.ipynb #data-016
+VAL_PART = 0.05 # share of documents that are held out
 
 def is_held_out(key, fraction=VAL_PART): # key: the document's name or text
     "Check whether a document is held out."
     return name_hash(key) < fraction
 
-# %% ../../nbs/machine/data.ipynb #30_data-017
+# %% ../../nbs/machine/data.ipynb #data-017
 def embedded_corpus_hash():
-    "Return the sha256 of the embedded corpus of this Python."
+    "Return the SHA-256 of the embedded corpus of this Python."
     digest = hashlib.sha256()
     for name, text in embedded_documents():
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()
 
-# %% ../../nbs/machine/data.ipynb #30_data-026
+# %% ../../nbs/machine/data.ipynb #data-026
 SEPARATOR = "\n<|endoftext|>\n"
 
 def open_zst(path):
@@ -100,18 +100,18 @@ def open_text(path):
     "Open a file for reading its decompressed bytes."
     return COMPRESSED.get(Path(path).suffix, lambda path: open(path, "rb"))(path)
 
-# %% ../../nbs/machine/data.ipynb #30_data-027
+# %% ../../nbs/machine/data.ipynb #data-027
 @contextmanager
 def file_trouble(path):
-    "Name the file in the ValueError or OSError of a failed read."
+    "Raise a failed read as ValueError or OSError that names the file."
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         if getattr(error, "errno", None):
             raise OSError(f"{path} cannot be read: {error.strerror}") from None
-        raise ValueError(f"{path} cannot be decompressed: {error}") from None # pyarrow raises an OSError
+        raise ValueError(f"{path} cannot be decompressed: {error}") from None # also an OSError of pyarrow
 
-# %% ../../nbs/machine/data.ipynb #30_data-027-2
+# %% ../../nbs/machine/data.ipynb #data-027-2
 def text_documents(path):
     "Yield the documents of a text file as (name, text)."
     lines, number = [], 1
@@ -127,9 +127,9 @@ def text_documents(path):
     if b"".join(lines).strip():
         yield f"{path.name}#{number}", normalise(b"".join(lines), str(path))
 
-# %% ../../nbs/machine/data.ipynb #30_data-027b
-def found_column(columns, column, place): # column: "text" is sometimes called "content"
-    "Return the column's name; ValueError lists what there is."
+# %% ../../nbs/machine/data.ipynb #data-027b
+def found_column(columns, column, place): # column: "text" also matches "content"
+    "Return the column's name; ValueError lists the columns."
     names = ("text", "content") if column == "text" else (column,)
     for name in names:
         if name in columns:
@@ -137,9 +137,9 @@ def found_column(columns, column, place): # column: "text" is sometimes called "
     wanted, known = " or ".join(map(repr, names)), ", ".join(columns) or "none"
     raise ValueError(f"{place} has no column {wanted}; it has {known}")
 
-# %% ../../nbs/machine/data.ipynb #30_data-027b-2
+# %% ../../nbs/machine/data.ipynb #data-027b-2
 def record_documents(records, text_column, source): # records: (place, dict) pairs
-    "Yield records as (place, text) without NUL; blank ones are skipped and counted."
+    "Yield records as (place, text) without NUL characters; blank ones are skipped and counted."
     total, skipped = 0, 0
     for total, (place, record) in enumerate(records, 1):
         column = found_column(record, text_column, place)
@@ -155,9 +155,9 @@ def record_documents(records, text_column, source): # records: (place, dict) pai
         from tqdm import tqdm
         tqdm.write(f"{source}: {skipped:,} of {total:,} records have no text and were skipped", sys.stderr)
 
-# %% ../../nbs/machine/data.ipynb #30_data-027c
+# %% ../../nbs/machine/data.ipynb #data-027c
 def json_records(path):
-    "Yield JSON lines as (place, dict); ValueError names file and line."
+    "Yield JSON lines as (place, dict); ValueError names the file and the line."
     with open_text(path) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -172,29 +172,29 @@ def json_records(path):
                                  "expected one object per line")
             yield place, record
 
-# %% ../../nbs/machine/data.ipynb #30_data-027c-2
+# %% ../../nbs/machine/data.ipynb #data-027c-2
 def parquet_records(path, text_column):
-    "Yield the rows as (place, dict); ValueError names the file."
+    "Yield parquet rows as (place, dict); ValueError names the file."
     from pyarrow import ArrowException, parquet
-    try: # both settings read by pages, or memory holds a row group
+    try: # both settings read by pages, not by row groups, which may be large
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         column = found_column(file.schema_arrow.names, text_column, path)
-        parts = file.iter_batches(64, columns=[column])
-        for row, value in enumerate(value for part in parts for value in part.column(0).to_pylist()):
+        batches = file.iter_batches(64, columns=[column])
+        for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
             yield f"{path}, row {row}", {column: value}
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        if getattr(error, "errno", None): # the disk failed, not the file
+        if getattr(error, "errno", None): # an error of the disk, not of the file
             raise
         raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
 
-# %% ../../nbs/machine/data.ipynb #30_data-027e
+# %% ../../nbs/machine/data.ipynb #data-027e
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
 NO_TEXT = (".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .rar .safetensors .tar .tgz .tsv "
            ".xls .xlsx .zip").split()
 
-# %% ../../nbs/machine/data.ipynb #30_data-027e-2
+# %% ../../nbs/machine/data.ipynb #data-027e-2
 def file_documents(path, text_column="text"):
-    "Yield the documents of one file as (name, text); ValueError or OSError names the file."
+    "Yield the documents of a file as (name, text); ValueError or OSError names the file."
     path, name = Path(path), None
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
     if ending in NO_TEXT:
@@ -209,37 +209,37 @@ def file_documents(path, text_column="text"):
     if name is None:
         raise ValueError(f"{path} is empty")
 
-# %% ../../nbs/machine/data.ipynb #30_data-028
+# %% ../../nbs/machine/data.ipynb #data-028
 def matching_files(pattern): # a path, or a glob such as "books/*.txt.xz"
-    "Return the files a source names, sorted; FileNotFoundError if it names no file."
+    "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
         raise FileNotFoundError(f"data source {pattern!r} is a folder; name its files, such as {path}/*.txt")
-    found = sorted(name for name in map(Path, glob.glob(str(path), recursive=True)) if name.is_file())
-    if not found:
+    files = sorted(name for name in map(Path, glob.glob(str(path), recursive=True)) if name.is_file())
+    if not files:
         raise FileNotFoundError(f"data source {pattern!r} matches no file; sources are 'stdlib', "
                                 "hf:NAME, or files such as books/*.txt.xz")
-    return found
+    return files
 
-# %% ../../nbs/machine/data.ipynb #30_data-030
+# %% ../../nbs/machine/data.ipynb #data-030
 HUB_NAME = re.compile(r"([^:#@]+)(?::([^#@]+))?(?:#([^@]+))?(?:@(.+))?")
 
-def hub_name(name): # what follows "hf:"
+def hub_name(name): # without "hf:"
     "Split a dataset's name: (path, configuration or None, split, revision or None)."
-    if not (found := HUB_NAME.fullmatch(name)):
+    if not (match := HUB_NAME.fullmatch(name)):
         raise ValueError(f"dataset hf:{name}: its name should look like hf:NAME:CONFIG#SPLIT@REVISION")
-    path, config, split, revision = found.groups()
+    path, config, split, revision = match.groups()
     return path, config, split or "train", revision
 
-# %% ../../nbs/machine/data.ipynb #30_data-033
+# %% ../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
     "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
     def __init__(self, name, text_column="text", position=None):
         from datasets import load_dataset
         path, config, split, revision = hub_name(name)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # or it announces every retry
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it announces retries
         self.name, self.column, self.start = name, text_column, position or {"row": 0, "stream": None}
         self.row = self.start["row"]
         with hub_errors(name):
@@ -257,21 +257,21 @@ class HubDocuments:
         return record_documents(self.records(), self.column, f"dataset {self.name!r}")
 
     def position(self):
-        "Return the number of the next row, and the library's note of it."
+        "Return the number of the next row, and the library's position."
         moved = self.row > self.start["row"]
         return {"row": self.row, "stream": self.rows.state_dict()} if moved else self.start
 
-# %% ../../nbs/machine/data.ipynb #30_data-034
+# %% ../../nbs/machine/data.ipynb #data-034
 @contextmanager
 def hub_errors(name):
-    "Turn whatever `datasets` raises into an OSError of one line that names the dataset."
+    "Turn any error of `datasets` into an OSError of one line that names the dataset."
     try:
         yield
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"cannot load the dataset {name!r} (hub or folder): {reason}") from None
 
-# %% ../../nbs/machine/data.ipynb #30_data-035
+# %% ../../nbs/machine/data.ipynb #data-035
 class FileDocuments:
     "Read the documents of files as (name, text), from a position that can be saved."
     def __init__(self, files, text_column="text", position=None):
@@ -280,16 +280,16 @@ class FileDocuments:
 
     def __iter__(self):
         for file in self.files[self.file:]:
-            found = embedded_documents() if file == "stdlib" else file_documents(file, self.column)
-            for self.document, document in enumerate(itertools.islice(found, self.document, None), self.document + 1):
+            texts = embedded_documents() if file == "stdlib" else file_documents(file, self.column)
+            for self.document, document in enumerate(itertools.islice(texts, self.document, None), self.document + 1):
                 yield document
             self.file, self.document = self.file + 1, 0
 
     def position(self):
-        "Return [number of the file, documents read from it]."
+        "Return [number of the current file, documents read from it]."
         return [self.file, self.document]
 
-# %% ../../nbs/machine/data.ipynb #30_data-036
+# %% ../../nbs/machine/data.ipynb #data-036
 def load_documents(source, text_column="text", position=None): # source: as for `prepare`
     "Return the documents of a source, an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
@@ -297,11 +297,11 @@ def load_documents(source, text_column="text", position=None): # source: as for 
     files = ["stdlib"] if source == "stdlib" else matching_files(source)
     return FileDocuments(files, text_column, position)
 
-# %% ../../nbs/machine/data.ipynb #30_data-040
+# %% ../../nbs/machine/data.ipynb #data-040
 class ByteTokenizer:
-    "Text as its UTF-8 bytes; 0 ends a document."
+    "Tokens are UTF-8 bytes; 0 ends a document."
     name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
-    sizes = np.ones(256, np.int64) # bytes of text that each token stands for
+    sizes = np.ones(256, np.int64) # bytes of text per token
 
     def encode(self, text):
         "Return token ids (M,) uint8."
@@ -311,9 +311,9 @@ class ByteTokenizer:
         "Return the text; bytes that are not UTF-8 become a replacement character."
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace").replace("\0", SEPARATOR)
 
-# %% ../../nbs/machine/data.ipynb #30_data-041
+# %% ../../nbs/machine/data.ipynb #data-041
 class BPETokenizer:
-    "GPT-2's byte-pair encoding through tiktoken; 50256 ends a document."
+    "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
     name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
 
     def __init__(self, encoding):
@@ -321,14 +321,14 @@ class BPETokenizer:
 
     @cached_property
     def sizes(self):
-        "Return the bytes of text that each token stands for (50257,), one for the end mark."
+        "Return the bytes of text per token (50257,); 1 for the end mark."
         sizes = np.ones(self.vocab_size, np.int64)
         for word, token in self.encoding._mergeable_ranks.items():
             sizes[token] = len(word)
         return sizes
 
     def encode(self, text):
-        "Return token ids (M,) uint16; a written <|endoftext|> is text, not a token."
+        "Return token ids (M,) uint16; <|endoftext|> in the text is encoded as text."
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def decode(self, ids):
@@ -336,7 +336,7 @@ class BPETokenizer:
         known = [int(i) for i in ids if i < self.vocab_size]
         return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
 
-# %% ../../nbs/machine/data.ipynb #30_data-042
+# %% ../../nbs/machine/data.ipynb #data-042
 def gpt2_from_folder(folder):
     "Return GPT-2's Encoding from encoder.json and vocab.bpe; OSError or ValueError."
     import tiktoken
@@ -356,9 +356,9 @@ def gpt2_from_folder(folder):
     except (AssertionError, AttributeError, ValueError, KeyError) as error:
         kind = type(error).__name__
         raise ValueError(f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
-                         "copy both again from where they come from") from None
+                         "copy both again from the same source") from None
 
-# %% ../../nbs/machine/data.ipynb #30_data-044
+# %% ../../nbs/machine/data.ipynb #data-044
 @lru_cache(maxsize=4)
 def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
     "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
@@ -367,7 +367,7 @@ def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
     if name.startswith("gpt2:"):
         return BPETokenizer(gpt2_from_folder(name[5:]))
     if name != "gpt2":
-        raise ValueError(f"unknown tokenizer {name!r}; there are bytes, gpt2 and gpt2:FOLDER")
+        raise ValueError(f"unknown tokenizer {name!r}; expected bytes, gpt2 or gpt2:FOLDER")
     import tiktoken
     try:
         return BPETokenizer(tiktoken.get_encoding("gpt2"))
@@ -375,32 +375,32 @@ def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
         raise OSError(f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); "
                       "without a network use gpt2:FOLDER with encoder.json and vocab.bpe") from None
 
-# %% ../../nbs/machine/data.ipynb #30_data-056
-def holds_whole(documents, fraction=VAL_PART, by_name=False): # by_name: not by the text
-    "Check whether whole documents can be held out; else each gives its end."
-    held = [is_held_out(name if by_name else text, fraction) for name, text in itertools.islice(documents, 1000)]
-    some = any(held) or len(held) == 1000 # of a small share, some come further on
-    return len(held) >= 100 and some and not all(held)
+# %% ../../nbs/machine/data.ipynb #data-056
+def holds_whole(documents, fraction=VAL_PART, by_name=False): # by_name: hash the name
+    "Check whether whole documents, not ends, can be held out."
+    chosen = [is_held_out(name if by_name else text, fraction) for name, text in itertools.islice(documents, 1000)]
+    some = any(chosen) or len(chosen) == 1000 # with a small share, some come later
+    return len(chosen) >= 100 and some and not all(chosen)
 
-# %% ../../nbs/machine/data.ipynb #30_data-057
+# %% ../../nbs/machine/data.ipynb #data-057
 def pieces_of(name, text, whole, fraction=VAL_PART, by_name=False, part=None): # whole: from `holds_whole`
-    "Return the document as [(part, text)], where part is 'train' or 'val'; `part` names one for all."
+    "Return a document as [(part, text)], where part is 'train' or 'val'; `part` sets it for all documents."
     if part or whole:
         return [(part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)]
     cut = round(len(text) * (1 - fraction))
     cut = text.find("\n", cut) + 1 or cut
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
 
-# %% ../../nbs/machine/data.ipynb #30_data-107
+# %% ../../nbs/machine/data.ipynb #data-107
 class Sampler:
-    "Draw batches of windows in an order set by the seed; every window once per epoch."
+    "Draw batches of windows in an order set by the seed, every window once per epoch."
     def __init__(self,
         tokens,     # (M,) token ids, in memory or mapped from a file
-        context,    # T, tokens of input in a window
+        context,    # T, input tokens per window
         batch_size, # windows per batch and process
-        seed=0,     # of the order
+        seed=0,     # seed of the order
         rank=0,     # number of this process
-        world=1,    # processes; they draw world·batch_size windows
+        world=1,    # processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
             raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
@@ -427,7 +427,7 @@ class Sampler:
         return batch[:, :-1], batch[:, 1:]
 
     def state_dict(self):
-        "Return the position and the settings it depends on."
+        "Return the position, and the settings on which it depends."
         return {"drawn": self.drawn, "tokens": len(self.tokens), "context": self.context, "seed": self.seed}
 
     def load_state_dict(self, state):
