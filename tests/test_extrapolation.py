@@ -114,7 +114,7 @@ def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_wr
     assert not ex.answer_scores(lm, contexts, [[row] for row in (greedy + [0, 1, 0]) % 256])[1].any()
 
 
-def test_lessons_ask_for_the_answer_alone_and_never_for_a_test_needle():
+def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
     s = replace(CONFIG, finetune_lengths=(80, 96), finetuned=ex.NEEDLES)
     batches = list(ex.lessons(TEXT, BYTES, s, "cpu"))
     assert len({inputs.shape for inputs, _ in batches}) == 1 # as a CUDA graph needs it
@@ -127,7 +127,7 @@ def test_lessons_ask_for_the_answer_alone_and_never_for_a_test_needle():
     assert torch.equal(list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0]) and not torch.equal(batches[0][0], batches[2][0])
 
 
-def test_what_is_taught_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
+def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
     read, tokens, lm = [], torch.arange(48).view(2, 24), model()
     monkeypatch.setattr(ex, "retrieval_maps", lambda model, *rest: read.append((model, model(tokens))) or {})
     start = lm.embedding.weight.clone()
