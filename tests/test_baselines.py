@@ -14,7 +14,8 @@ from fla_files import naive
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
 from longhorn_kit.models.baselines import Attention, Mamba, MambaInputA, default_heads, mask_options, rotate
-from longhorn_kit.models.lm import count_parameters, match_parameters
+from longhorn_kit.models.files import match_parameters
+from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.models.matrix_mixers import (
     GLA, HGRN2, RWKV5, RWKV6, DeltaNet, GatedDeltaNet, Mamba2, MatrixMixer, RetNet, head_sizes, scan_backend)
 from longhorn_kit.models.mixer import build_mixer

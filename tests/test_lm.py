@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
 
 from test_baselines import rms
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, lm
-from longhorn_kit.models.lm import (
-    count_parameters, document_bounds, load_official_state_dict, match_parameters, official_name, sample)
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
+from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
+from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 
 NAMES = sorted(MIXERS)
 
@@ -315,7 +315,7 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
         path.write_bytes(b"half")
         raise stop
 
-    monkeypatch.setattr(lm, "save_file", half_a_save)
+    monkeypatch.setattr(files, "save_file", half_a_save)
     with pytest.raises(type(stop)) as error:
         make(seed=1).save_pretrained(tmp_path)
     if isinstance(stop, OSError):

@@ -4,12 +4,12 @@ import math, subprocess, sys
 import pytest
 import torch
 
-from longhorn_kit.models import vision
+from longhorn_kit.models import vision, vision_timm
 from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
 from longhorn_kit.scan.reference import reference_scan
 
 NANO = [f"{scan}_vim_nano_patch2_8" for scan in SCANS]
-ALL = [f"{scan}_vim_{size}" for scan in SCANS for size in vision.SIZES]
+ALL = [f"{scan}_vim_{size}" for scan in SCANS for size in vision_timm.SIZES]
 
 
 def build(name, **options):
@@ -24,7 +24,7 @@ def images(model, batch_size=2):
 
 def test_every_model_is_listed_and_the_kit_itself_does_not_import_timm():
     assert set(timm.list_models("*_vim_*", include_tags=False)) >= set(ALL)
-    assert len(timm.list_models("longhorn*")) == 2 * len(vision.SIZES)
+    assert len(timm.list_models("longhorn*")) == 2 * len(vision_timm.SIZES)
     code = "import sys, longhorn_kit, longhorn_kit.models; sys.exit('timm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -198,7 +198,7 @@ def test_trained_at_224_evaluated_at_384():
     model = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
     checkpoint = {"model": model.state_dict()}
     larger = build("longhorn_vim_tiny_patch16_224", depth=1, img_size=384).eval()
-    larger.load_state_dict(vision.checkpoint_filter_fn(checkpoint, larger))
+    larger.load_state_dict(vision_timm.checkpoint_filter_fn(checkpoint, larger))
     assert larger.pos_embed.shape == (1, 1 + 24 * 24, 192)
     again = build("longhorn_vim_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
     again.load_state_dict(model.state_dict())

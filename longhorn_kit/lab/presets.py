@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from .data import VAL_PART
 from .recipe import TrainConfig
 from ..models import LMConfig
-from ..models.lm import count_parameters, fill_mlp, match_parameters
+from ..models.files import fill_mlp, match_parameters
+from ..models.lm import count_parameters
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-006
 @dataclass(frozen=True)

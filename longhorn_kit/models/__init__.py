@@ -1,4 +1,4 @@
 """Layers and language models; `MIXERS` is the registry of layers by name."""
-from . import baselines, matrix_mixers
+from . import baselines, files, matrix_mixers
 from .lm import LMConfig, SequenceLM
 from .mixer import MIXERS, Longhorn
