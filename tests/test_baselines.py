@@ -229,10 +229,10 @@ def their_mamba_input_a(layer, h):
     taps, T = layer.conv1d.weight[:, 0], h.shape[1]
     padded = torch.cat([torch.zeros(len(h), taps.shape[1] - 1, x.shape[2]), x], 1)
     x = F.silu(layer.conv1d.bias + sum(padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1])))
-    low, k, q = (x @ layer.x_proj.weight.T).split([layer.rank, layer.d_state, layer.d_state], -1)
+    dt_low_rank, k, q = (x @ layer.x_proj.weight.T).split([layer.rank, layer.d_state, layer.d_state], -1)
     A = -torch.log1p((x @ layer.A_proj.weight.T + layer.A_proj.bias).exp())
     theirs = MambaBlock(MambaConfig(layer.d_model, 1, d_state=layer.d_state))
-    delta = torch.log1p((low @ layer.dt_proj.weight.T + layer.dt_proj.bias).exp())
+    delta = torch.log1p((dt_low_rank @ layer.dt_proj.weight.T + layer.dt_proj.bias).exp())
     y = theirs.selective_scan_seq(x, delta, A[:, :, None], k, q, layer.D_skip)
     return (y * F.silu(z)) @ layer.out_proj.weight.T
 

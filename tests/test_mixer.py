@@ -161,8 +161,8 @@ def dense_longhorn(layer, h, form):
             if t - j >= 0:
                 x += w["conv1d.weight"][:, 0, taps - 1 - j] * raw[t - j, :D]
         x = x * torch.sigmoid(x)
-        low, k, q = (w["x_proj.weight"] @ x).split([layer.rank, N, N])
-        beta = torch.sigmoid(w["b_proj.weight"] @ low + w["b_proj.bias"]).expand(D)
+        dt_low_rank, k, q = (w["x_proj.weight"] @ x).split([layer.rank, N, N])
+        beta = torch.sigmoid(w["b_proj.weight"] @ dt_low_rank + w["b_proj.bias"]).expand(D)
         new = torch.empty_like(S)
         for d in range(D):
             if form == "exact":  # (I + beta k k^T) s = s' + beta x k

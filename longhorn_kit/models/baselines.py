@@ -25,7 +25,7 @@ def time_step_bias(size: int) -> Tensor: # (size,)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010-c
 class SelectiveMixer(ScanMixer):
-    "A `ScanMixer` with Mamba's update; subclasses give `dt_proj` and `rates`."
+    "A `ScanMixer` with Mamba's update."
 
     def scan(self, q, k, x, dt_low_rank, z, **options):
         dt = F.linear(dt_low_rank, self.dt_proj.weight)
@@ -44,8 +44,7 @@ class Mamba(SelectiveMixer):
         super().__init__(d_model, d_state, d_conv, expand)
         self.dt_proj = nn.Linear(self.rank, self.d_inner)
         self.add_rates()
-        with torch.no_grad():
-            self.dt_proj.bias.copy_(time_step_bias(self.d_inner))
+        self.dt_proj.bias = nn.Parameter(time_step_bias(self.d_inner))
 
     def add_rates(self): self.A_log = nn.Parameter(torch.arange(1.0, self.d_state + 1).log().repeat(self.d_inner, 1))
 
@@ -60,11 +59,10 @@ class MambaInputA(Mamba):
 
     def add_rates(self):
         self.A_proj = nn.Linear(self.d_inner, self.d_state)
-        with torch.no_grad():
-            self.A_proj.bias.copy_(torch.arange(1.0, self.d_state + 1).expm1().log())
+        self.A_proj.bias = nn.Parameter(torch.arange(1.0, self.d_state + 1).expm1().log())
 
     def rates(self, x):
-        "Return -A_t (B,T,N), which is -1 to -N if the token adds nothing."
+        "Return -A_t (B,T,N), at first near -1 to -N."
         return -F.softplus(wide(self.A_proj(x)))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-026
@@ -108,7 +106,7 @@ class AttentionCache(NamedTuple):
     v: Tensor # (B,H,T,P) values
 
 class PaddedCache(NamedTuple):
-    "An `AttentionCache` of texts that start in different columns; distances of rotary positions stay right."
+    "Keys and values of texts that start in different columns."
     k: Tensor
     v: Tensor
     padding: Tensor # (B,) columns before each text, which are masked

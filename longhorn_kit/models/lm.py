@@ -37,7 +37,7 @@ class JSONConfig:
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @dataclass
 class LMConfig(JSONConfig):
-    "Configuration of a `SequenceLM`; a mistake is a `ValueError` of one line."
+    "Configuration of a `SequenceLM`; a mistake is a `ValueError`."
     vocab_size: int = 256       # number of tokens
     d_model: int = 128          # width of the residual stream
     n_layer: int = 4            # number of blocks
@@ -66,7 +66,7 @@ def check_config(config):
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
-    "Root-mean-square normalisation, computed in float32 and returned in the weight's dtype."
+    "Root-mean-square normalisation in float32, returned in the weight's dtype."
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -117,14 +117,14 @@ class Block(nn.Module):
         return h + y if closed else (h, y)
 
     def decode(self, h, cache):
-        "Return the stream, (B,T,d_model) or (B,d_model) of one token, and the mixer's cache, both after this block."
+        "Return the stream, (B,T,d_model) or (B,d_model), and the mixer's cache after this block."
         y, cache = (self.mixer.prefill if h.dim() == 3 else self.mixer.step)(self.norm(h), cache)
         return torch.add(*self.finish_block(h, y)), cache
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-017-b
 @torch.no_grad()
 def draw_weights(model: nn.Module):
-    "Draw the embedding, and scale what writes to the stream by one over the root of the number of writers."
+    "Draw the embedding; divide what writes to the stream by the root of the number of writers."
     nn.init.normal_(model.embedding.weight, std=0.02)
     writers = [weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight")]
     for weight in writers:
@@ -263,12 +263,11 @@ def sample(
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-040
 def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
-    "Return the generator of `seed`, or None; a `ValueError` for arguments that `SequenceLM.generate` cannot take."
+    "Return the generator of `seed`, or None; a `ValueError` for a wrong argument."
     check_tokens(tokens, 2, vocab_size)
     if tokens.shape[1] == 0:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")
-    if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 0:
-        raise ValueError(f"n_new is {n_new!r}; expected an integer of at least 0")
+    check_sizes(0, n_new=n_new)
     check_number("temperature", temperature, lambda v: 0 <= v < math.inf, "of at least 0")
     if top_k is not None:
         check_sizes(top_k=top_k)

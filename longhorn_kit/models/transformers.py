@@ -56,13 +56,13 @@ class LonghornConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def lm_config(self) -> LMConfig:
-        "Return the kit's config; a mistake is a one-line `ValueError`."
+        "Return the kit's config; a mistake is a `ValueError`."
         own = {f.name: getattr(self, f.name) for f in fields(LMConfig) if hasattr(self, f.name)}
         return LMConfig(**own | {"mixer_options": self.mixer_options or {}, "tie_embeddings": self.tie_word_embeddings})
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-010
 class MixerCacheLayer(CacheLayerMixin):
-    "Cache of one block, with the moves that transformers calls."
+    "Cache of one block."
 
     def __init__(self):
         super().__init__()

@@ -56,7 +56,7 @@ SCANS = ("longhorn", "longhorn_exact", "mamba")
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011-c
 class DirectionWeights(nn.Module):
-    "The parameters of one direction, at their starting values."
+    "Parameters of one direction."
 
     def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str):
         super().__init__()
@@ -65,12 +65,9 @@ class DirectionWeights(nn.Module):
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
         self.b_proj = nn.Linear(rank, d_inner)
         self.D_skip = nn.Parameter(torch.ones(d_inner))
-        self.A_log = nn.Parameter(torch.empty(d_inner, d_state)) if scan == "mamba" else None
-        nn.init.zeros_(self.b_proj.bias)
-        if self.A_log is not None:
-            with torch.no_grad():
-                self.b_proj.bias.copy_(time_step_bias(d_inner))
-                self.A_log.copy_(torch.arange(1.0, d_state + 1).log().expand_as(self.A_log))
+        rates = torch.arange(1.0, d_state + 1).log().repeat(d_inner, 1)
+        self.A_log = nn.Parameter(rates) if scan == "mamba" else None
+        self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-012
 class Direction(DirectionWeights):
@@ -92,7 +89,7 @@ class Direction(DirectionWeights):
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-014
 class TwoWayMixer(nn.Module):
-    "Mixer of a block, equation (2): (B,T,d_model) -> (B,T,d_model); every token sees all others."
+    "Mixer of a block, equation (2): (B,T,d_model) -> (B,T,d_model)."
 
     def __init__(self, d_model: int, scan: str = "longhorn", d_state: int = 16, d_conv: int = 4, expand: int = 2):
         super().__init__()
