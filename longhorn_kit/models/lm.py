@@ -252,7 +252,7 @@ def sample(
     top_p: float | None = None, # keep the smallest set with this probability
     generator: torch.Generator | None = None,
 ) -> Tensor:                    # (B,) tokens
-    "Draw the next token: temperature, then top-k, then top-p among what is left."
+    "Draw the next token: temperature, then top-k, then top-p among the rest."
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)

@@ -63,7 +63,7 @@ def check_number(name: str, value, valid, expected: str):
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
-    "Base class of all mixers: `forward` trains, `prefill` and `step` decode, `empty_cache` starts."
+    "Base of all mixers: `forward` trains, `prefill` and `step` decode."
 
     def __init__(self, d_model: int):
         check_sizes(d_model=d_model)
@@ -128,14 +128,14 @@ class ScanCache(NamedTuple):
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037b
 def is_plain(layer: nn.Module) -> bool:
-    "Check whether a layer is PyTorch's linear one: not replaced, wrapped, offloaded, quantised or hooked."
+    "Check whether a layer is a plain linear one: not wrapped, offloaded, quantised or hooked."
     if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in layer.__dict__:
         return False
     return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
-    "Projections around a scan, equations (1) to (3) and (6), and the empty cache."
+    "Projections around a scan, equations (1) to (3) and (6)."
 
     def __init__(self, d_model, d_state, d_conv, expand):
         super().__init__(d_model)
@@ -244,7 +244,7 @@ class Longhorn(ScanMixer):
         return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
 
     def rates(self, x):
-        "Return keys (B,T,N), step sizes and effective rates (B,T,d_inner) for inputs (B,T,d_model)."
+        "Return keys (B,T,N), step sizes and effective rates (B,T,d_inner)."
         _, k, _, dt_low_rank, _, _ = self.project(check_stream(x, 3, self.d_model))
         v = F.linear(dt_low_rank, self.b_proj.weight, self.b_proj.bias)
         return k, torch.sigmoid(v), effective_rate_from_logits(k, v)

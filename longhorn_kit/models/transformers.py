@@ -182,7 +182,7 @@ class LonghornBlock(Block, GradientCheckpointingLayer):
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-022
 class LonghornPreTrainedModel(PreTrainedModel):
-    "Base of both models: configuration, cache and starting values."
+    "Base of both models."
     config_class = LonghornConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -286,7 +286,7 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None, labels=None,
                 use_cache=None, output_hidden_states=None, logits_to_keep=0, **options):
-        "Return logits, loss and cache; labels (B,T) are the tokens, shifted here, and only -100 is left out."
+        "Return logits, loss and cache; labels (B,T) are the tokens, shifted here; -100 is left out."
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
                          output_hidden_states, return_dict=True)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

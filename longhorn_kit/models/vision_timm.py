@@ -67,7 +67,7 @@ class VisionWeights(nn.Module):
 POOLS = ("", "token", "avg", "avgmax", "max")
 
 class VisionTools(VisionWeights):
-    "Methods that timm's training and feature tools call."
+    "Methods that timm's tools call."
 
     @torch.jit.ignore
     def no_weight_decay(self):
@@ -165,16 +165,15 @@ INPUTS = { # images as timm's data tools should prepare them
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-012
 def checkpoint_filter_fn(state_dict, model):
-    "Return a checkpoint's weights, with positions and filters resampled to the model's image and patch size."
-    state_dict = state_dict.get("state_dict", state_dict.get("model", state_dict))
-    pos = state_dict.get("pos_embed")
+    "Return a checkpoint's weights, with positions and filters resampled to the model's sizes."
+    state = dict(state_dict.get("state_dict", state_dict.get("model", state_dict)))
+    pos, embed, name = state.get("pos_embed"), model.patch_embed, "patch_embed.proj.weight"
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
-        state_dict = dict(state_dict, pos_embed=resample_abs_pos_embed(
-            pos, new_size=list(model.patch_embed.grid_size), num_prefix_tokens=model.num_prefix_tokens))
-    filters, size = state_dict.get("patch_embed.proj.weight"), model.patch_embed.proj.weight.shape[-2:]
-    if filters is not None and filters.shape[-2:] != size:
-        state_dict = dict(state_dict, **{"patch_embed.proj.weight": resample_patch_embed(filters, list(size))})
-    return state_dict
+        state["pos_embed"] = resample_abs_pos_embed(
+            pos, new_size=list(embed.grid_size), num_prefix_tokens=model.num_prefix_tokens)
+    if name in state and state[name].shape[-2:] != (size := embed.proj.weight.shape[-2:]):
+        state[name] = resample_patch_embed(state[name], list(size))
+    return state
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-014
 def register_vim(model_class, name: str):
