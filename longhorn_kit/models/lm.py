@@ -124,7 +124,7 @@ class Block(nn.Module):
 # %% ../../nbs/models/22_lm.ipynb #22_lm-017-b
 @torch.no_grad()
 def draw_weights(model: nn.Module):
-    "Draw the embedding; divide what writes to the stream by the root of the number of writers."
+    "Draw the embedding; divide the stream's writers by the root of their number."
     nn.init.normal_(model.embedding.weight, std=0.02)
     writers = [weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight")]
     for weight in writers:

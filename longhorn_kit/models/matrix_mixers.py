@@ -177,7 +177,7 @@ class ShiftWeights(MatrixMixer):
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
 class TokenShift(ShiftWeights):
-    "Shift, projections and read-out of RWKV's layers."
+    "Shift, projections and read-out of RWKV."
 
     def shift(self, x, past):
         "Return the token before minus this one (B,T,d_model), and the new past (B,d_model,1)."

@@ -152,7 +152,7 @@ class VisionBase(VisionTools):
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-033
 class VisionForward(VisionBase):
-    "The forward pass of a Vim."
+    "Forward pass of a Vim."
 
     def forward_features(self, x: Tensor) -> Tensor:
         "Return features (B,1+L,C) of images (B,in_chans,H,W), class token first."
@@ -170,7 +170,7 @@ class VisionForward(VisionBase):
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-035
 class VisionLonghorn(VisionForward):
-    "A Vision Mamba with a choice of scans: (B,in_chans,H,W) -> (B,num_classes)."
+    "A Vision Mamba with one of three scans: (B,in_chans,H,W) -> (B,num_classes)."
     dynamic_img_size: torch.jit.Final[bool]
 
     def __init__(self,
