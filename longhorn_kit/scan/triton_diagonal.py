@@ -43,7 +43,7 @@ def _exp(v):
 
 @gluon.jit
 def _at_most(v, most):
-    # The hardware's minimum drops NaN unless told otherwise, and a wrong logit would look right.
+    # By default the hardware's minimum drops NaN, and a wrong logit would look right.
     return gl.minimum(v, most, propagate_nan=tl.PropagateNan.ALL)
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-009
@@ -56,7 +56,7 @@ def _load(ptr, offsets, mask, RAGGED: gl.constexpr):
 
 @gluon.jit
 def _mask(rows, columns, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr):
-    # Which elements of a tile exist; only the conditions that can fail are computed.
+    # Mask of the existing elements of a tile; computes only the conditions that can fail.
     if RAGGED_T:
         if RAGGED_D:
             return rows & columns
@@ -77,7 +77,7 @@ def _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC: gl.constexpr, ONE_STRIDE: gl.con
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-011
 @gluon.jit
 def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 8):
-    # Asynchronous copy to shared memory, zero where the mask is false. Single elements may be too small for one.
+    # Asynchronous copy to shared memory, zero where the mask is false; an ordinary store for single elements.
     if VEC == 1:
         shared.store(_load(ptr, offsets, mask, RAGGED))
     elif RAGGED:
@@ -136,7 +136,7 @@ def _halvings(size):
 
 @gluon.jit
 def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
-    # Of v as (R, HELD, C) the tiles (R, C), in order. A lane holds all of them; nothing moves.
+    # The tiles (R, C) of v, seen as (R, HELD, C), in order. A lane holds all of them; nothing moves.
     parts = (gl.reshape(v, [R, HELD, C]),)
     for level in gl.static_range(_halvings(HELD)):
         halves = ()
@@ -153,7 +153,7 @@ def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-021
 @gluon.jit
 def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, total=None):
-    # The sum of a b over what a lane holds: the middle dimension of (R, HELD, C), added to total if there is one.
+    # The sum of a b over the elements of a lane, the middle dimension of (R, HELD, C); added to total if given.
     a, b = gl.broadcast(a, b)
     a_tiles = _held(a, R, HELD, C)
     b_tiles = _held(b, R, HELD, C)
@@ -169,49 +169,49 @@ def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, total=None)
 
 @gluon.jit
 def _adjacent(a, b, HELD: gl.constexpr):
-    # The sums of a b (R,C) over so many adjacent elements, which a lane holds: (R, C / HELD).
+    # The sums of a b (R,C) over HELD adjacent elements, which a lane holds: (R, C / HELD).
     LEFT: gl.constexpr = a.shape[1] // HELD
     return gl.reshape(_dot(a, b, a.shape[0] * LEFT, HELD, 1), [a.shape[0], LEFT])
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-023
 class Rule(NamedTuple):
     "Hold the functions of a recurrence; they are compiled into the kernels below, between loads and stores."
-    rate: Callable = None # (b, bias, |k|^2, inside, RAGGED_T) -> w, a tile of what the steps need of the logits
-    enters: Callable = None # (x, w) -> what the steps read of x; of a sum over n it makes dx
+    rate: Callable = None # (b, bias, |k|^2, inside, RAGGED_T) -> w, the steps' tile of rates
+    enters: Callable = None # (x, w) -> the steps' tile of x; applied to a sum over n, it gives dx
     step: Callable = None # (S, k, w, x, a) -> the next state
-    drives: Callable = None # (x, w) -> what drives the own state of a segment
+    drives: Callable = None # (x, w) -> the driving term of a segment's state
     alone: Callable = None # a step of that state or of an adjoint, and of the product of gates
     slope: Callable = None # v -> the factor of dv that depends on v alone
     rate_again: Callable = None # (v, slope, |k|^2, inside, RAGGED_T) -> w in the backward
-    step_at: Callable = None # `step` that reads its operands itself
+    step_at: Callable = None # `step` that also loads its operands
     four_steps: Callable = None # half a chunk forward and back
     fall: Callable = None # (sum over n, sum for dx, x kept beside) -> the other factor of dv
     normed: bool = False # whether the rate needs |k|^2
     fixed: bool = False # whether channels have rates A (D,N)
     timed: bool = False # whether tokens have rates A (B,T,N)
-    beside: float | None = None # how much of x is kept beside what enters
-    bias_by: float = 1.0 # what the bias is multiplied by before `rate` sees it
+    beside: float | None = None # the multiple of x that is kept beside it
+    bias_by: float = 1.0 # factor of the bias before `rate`
 
     @property
-    def cache_key(self): # Triton asks for it: a changed function is another kernel
+    def cache_key(self): # for Triton: a changed function is another kernel
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-025
 @gluon.jit
 def _channel_rates(A, offsets, mask, none, RULE: gl.constexpr, RAGGED: gl.constexpr):
-    # A of the channels times log2(e), where the rule has it.
+    # A of the channels times log2(e), if the rule has rates per channel.
     return LOG2E * _load(A, offsets, mask, RAGGED).to(gl.float32) if RULE.fixed else none
 
 
 @gluon.jit
 def _token_rates(A, first, offsets, mask, none, RULE: gl.constexpr, RAGGED: gl.constexpr):
-    # The tile of A that comes with a chunk's tokens, where the rule has it.
+    # A chunk's tile of A, if the rule has rates per token.
     return _load(A + first, offsets, mask, RAGGED) if RULE.timed else none
 
 
 @gluon.jit
 def _rates_buffer(sk, C: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
-    # Shared memory for that tile, or any.
+    # Shared memory for that tile; any buffer without one.
     return gl.allocate_shared_memory(gl.float32, [C, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])) if RULE.timed else sk
 
 
@@ -249,7 +249,7 @@ def _next(S, k, eps, x, a):
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-032
 @gluon.jit
 def _norm(k, HELD: gl.constexpr, LAYOUT: gl.constexpr, RULE: gl.constexpr):
-    # |k|^2 of every step as a column of a tile, where the rate needs it; a lane holds so many adjacent keys.
+    # |k|^2 of every step as a column of a tile, if the rate needs it; a lane holds HELD adjacent keys.
     if RULE.normed:
         kf = k.to(gl.float32)
         return gl.convert_layout(gl.sum(_adjacent(kf, kf, HELD), 1), gl.SliceLayout(1, LAYOUT))[:, None]
@@ -269,7 +269,7 @@ def _tile_in(x, b, k, q, a, bias, inside, sw, sx, sk, sq, sa, RULE: gl.constexpr
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-034
 @gluon.jit
 def _eight_steps(S, A, t0, sw, sx, sk, sq, sa, sy, RULE: gl.constexpr):
-    # Each lane sums y over its own states; the eight rows are stored together.
+    # Each lane sums y over its states; the eight rows are stored together.
     N: gl.constexpr = S.shape[0]
     BD: gl.constexpr = S.shape[1]
     STATE: gl.constexpr = S.type.layout
@@ -422,7 +422,7 @@ def _weighed(x, w):
 
 @gluon.jit
 def _alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.constexpr):
-    # A step of a segment's own state or adjoint G, and of its product of gates P.
+    # One step of a segment's state or adjoint G, and of its product of gates P.
     OVER_N: gl.constexpr = gl.SliceLayout(1, G.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, G.type.layout)
     kn = sk.index(t).load(OVER_N)[:, None]
@@ -444,8 +444,8 @@ def _diagonal_adjoint_kernel(
         RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr,
         REVERSE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr,
         RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
-    # A segment's own state, or with REVERSE its own adjoint, as if nothing entered it; and its product of gates.
-    # v, q: what drives it, x and k in the forward, dy and q in the backward.
+    # A segment's state after a start from zero, or with REVERSE its adjoint; and its product of gates.
+    # v, q: its driving terms, x and k in the forward, dy and q in the backward.
     C: gl.constexpr = 8
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
     TD: gl.constexpr = 4 if NW < 4 else 8 // NW
@@ -584,7 +584,7 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
     # Sums of a and b (2,...) over their first dimension, one bit of a lane's number: a's as row 0, b's as row 1.
-    # Two lanes meet: each gives away what the other is to add up. `LANES` tells how far apart they are.
+    # Two lanes meet: each gives away the part that the other adds up. `LANES` is their distance.
     return gl.inline_asm_elementwise(
         "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"
         " and.b32 lane, lane, " + LANES + ";"
@@ -595,7 +595,7 @@ def _meet(a, b, LANES: gl.constexpr):
 
 @gluon.jit
 def _over_n(v):
-    # Four steps' tiles (4 NW, D), a row for each lane along n, to (4 steps, NW, D): left to add up are the warps.
+    # Four steps' tiles (4 NW, D), one row per lane along n, to (4 steps, NW, D): the warps remain to be added.
     NW: gl.constexpr = v[0].shape[0] // 4
     D: gl.constexpr = v[0].shape[1]
     tiles = ()
@@ -608,7 +608,7 @@ def _over_n(v):
 
 @gluon.jit
 def _over_d(v):
-    # Four steps' tiles (N, 8), a column for each lane along d, to (4 steps, N).
+    # Four steps' tiles (N, 8), one column per lane along d, to (4 steps, N).
     N: gl.constexpr = v[0].shape[0]
     tiles = ()
     for i in gl.static_range(4):
@@ -623,7 +623,7 @@ def _over_d(v):
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-051
 @gluon.jit
 def _store_steps(ptr, apart, t, left, RAGGED_T: gl.constexpr):
-    # Rows of t as far as there are steps left.
+    # Store the rows of t whose steps exist.
     row = gl.arange(0, t.shape[0], gl.SliceLayout(1, t.type.layout))[:, None]
     column = gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))[None, :]
     _store(ptr, row * apart + column, t, row < left, RAGGED_T)
@@ -631,7 +631,7 @@ def _store_steps(ptr, apart, t, left, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _over_warps(t, shared, PARTS: gl.constexpr):
-    # And over the warps, each of which has left its part in shared memory; a single one has not.
+    # Sum over the warps: each has left its part in shared memory, except a single warp.
     HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
     if t.shape[1] == 1:
         return gl.convert_layout(gl.reshape(t, [4, t.shape[2]]), HALF)
@@ -658,7 +658,7 @@ def _fall(fall, kG, xh):
 
 @gluon.jit
 def _next_at(S, A, t, sw, sx, sk, sa, RULE: gl.constexpr):
-    # The same, with every operand read when it is needed.
+    # Equation (1), with every operand loaded at its use.
     kn = sk.index(t).load(gl.SliceLayout(1, S.type.layout))[:, None]
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     return gl.fma(kn * sw.index(t).load(OVER_D)[None, :], _fnma(kn, S, sx.index(t).load(OVER_D)[None, :]), S)
@@ -672,16 +672,16 @@ def _over_states(a, b):
 
 @gluon.jit
 def _over_channels(a, b):
-    # And over its four channels.
+    # The sum of a b over the four channels that a lane holds.
     return _adjacent(a, b, 4)
 
 
 @gluon.jit
 def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
                 VEC: gl.constexpr, RULE: gl.constexpr):
-    # Four steps forward, states kept in registers, then back with (2) to (4). A lane sums what it holds, then lanes
-    # meet. Parts of y on the way back, where queries are read anyway. Where registers are few, y is stored before:
-    # after a store the compiler reads rows again that it would keep.
+    # Four steps forward, states kept in registers, then back with (2) to (4). A lane sums its elements, then lanes
+    # meet. Parts of y come on the way back, where queries are loaded anyway. With few registers, y is stored before:
+    # after a store the compiler loads rows again that it would otherwise keep.
     FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -734,11 +734,11 @@ def _diagonal_bwd_kernel(
         SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
         HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr,
         ONE_STRIDE: gl.constexpr):
-    # One program: 32 channels of one segment, 16 states a warp. Chunks of 8 steps from a checkpoint, back in halves.
+    # One program: 32 channels of one segment, 16 states per warp. Chunks of 8 steps from a checkpoint, back in halves.
     C: gl.constexpr = 8
     BD: gl.constexpr = 32
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
-    TIMES: gl.constexpr = 1.0 if RULE.beside is None else 1.0 / RULE.beside # makes x of what is kept beside
+    TIMES: gl.constexpr = 1.0 if RULE.beside is None else 1.0 / RULE.beside # turns the kept multiple of x into x
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
     TD: gl.constexpr = 4 if NW < 4 else 8 // NW # channels of a lane in a tile
     TILE: gl.constexpr = gl.BlockedLayout([1, TD], [TD, 32 // TD], [NW, 1], [1, 0])
@@ -938,7 +938,7 @@ def _diagonal_bwd_kernel(
             s4 = sm4.index(1 - back).load(HALF)
             dv = fall * (w4 * s4 if RULE.normed else s4)
             _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
-            if RAGGED_T and not RULE.normed: # what a key of 0 does not stop
+            if RAGGED_T and not RULE.normed: # in these rules a key of 0 does not make it 0
                 dv = gl.where(tO < left - c * C - t0, dv, 0.0)
             abi += dv
             ads = gl.fma(dy, xh, ads)
@@ -958,7 +958,7 @@ def _diagonal_bwd_kernel(
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-063
 def _filled(programs, wave):
-    # How full the waves are that programs run in: a thin last one takes as long as the others.
+    # The mean share of a wave that programs fill: a thin last wave takes as long as the others.
     return programs / (wave * _cdiv(programs, wave))
 
 
@@ -968,7 +968,7 @@ def _segment_steps(B, T, D, NP, direction):
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77 # an H200 runs so many at a time
+        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77 # an H200 runs 1056 at a time
         steps = 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
@@ -981,7 +981,7 @@ def diagonal_plan(
     segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
     wide: bool | None = None, # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
-    "Segments and sizes of the fast diagonal kernels; T of a single sequence plays no part: packing changes no bit."
+    "Return segments and sizes of the diagonal kernels; T of one sequence has no effect, so packing changes no bit."
     NP = max(16, triton.next_power_of_2(N))
     if segment is None:
         segment = _segment_steps(B, T, D, NP, direction)
@@ -999,12 +999,12 @@ def diagonal_plan(
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-067
 def _vector(D):
-    # Elements of a row that one copy may take: rows are a multiple of these apart.
+    # Elements per copy: the largest number that divides the distance of rows.
     return next(vec for vec in (8, 4, 2, 1) if D % vec == 0)
 
 
 def _aligned(t, vec):
-    # Rows a multiple of `vec` elements apart, the first at a multiple of 16 bytes: for wide loads, asynchronous copies.
+    # t or a clone, rows a multiple of `vec` elements apart and the first at a multiple of 16 bytes: for wide loads.
     good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
     return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps one that starts elsewhere
 
@@ -1018,7 +1018,7 @@ def _wide_rate(b, x):
 
 
 def _masked(p, steps, packed):
-    # Whether steps past the end are masked.
+    # Check whether steps past the end need masks.
     return packed or p.T % steps != 0
 
 
@@ -1031,7 +1031,7 @@ def _steps(vec, *tensors):
 
 
 def _ready(p, wide, keys, channels):
-    # Elements of a copy, and inputs as kernels read them: (B,T,D), of N columns, (D,).
+    # Elements per copy, and the kernels' inputs: wide ones (B,T,D), keys with N columns, channels (D,).
     vec, each = _vector(p.D), lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors]
     return vec, each(_aligned, vec, wide), each(_keys, p.NP, keys), _contiguous(*channels)
 
@@ -1062,7 +1062,7 @@ def diagonal_forward(
     save: bool = True, # write the checkpoints that the backward needs
     A: Tensor | None = None, # (D,N) or (B,T,N), for a rule with rates
 ):
-    "The fast forward of a plan's rule: out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D), fp32."
+    "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D) in fp32, by the rule of the plan."
     p, new, packed = plan, _empty(x), cu_seqlens is not None
     vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip))
@@ -1070,7 +1070,7 @@ def diagonal_forward(
     ckpt, owner = new(p.chunks if save else 0, p.NP, p.D), _segment_owner(p, cu_seqlens)
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     one_stride = _one_stride(p.D, x, b, z)
-    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # places of rows take registers; 128 channels lack them
+    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # separate strides take registers; 128 channels lack them
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,
@@ -1086,7 +1086,7 @@ def diagonal_backward(
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
     cu_seqlens: Tensor | None, A: Tensor | None = None,
 ):
-    "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
+    "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
     p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, Aa, edge), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip))

@@ -44,7 +44,7 @@ def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-009
 @gluon.jit
 def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, gram, zero):
-    # u times row j of the Gram matrix (of two, if zero is a pair), taken out of the columns from BEGIN to END.
+    # Subtract u times row j of the Gram matrix (of two, if zero is a pair) from the columns from BEGIN to END.
     row = _columns(gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0], u.shape[0])
     rest = ()
     for i in gl.static_range(16):
@@ -57,7 +57,7 @@ def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, g
 
 @gluon.jit
 def _substitute(acc, es, gram, zero):
-    # U of (2) as 16 columns, of its right side and rates as such.
+    # U of (2) as 16 columns; right side and rates are columns too.
     us = ()
     for j in gl.static_range(16):
         u = es[j] * acc[j]
@@ -98,7 +98,7 @@ def _halves(v, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_product(Ah, Al, Bh, Bl, total):
-    # total + (Ah + Al) (Bh + Bl) but for the product of the low parts, from the smallest on.
+    # total + (Ah + Al) (Bh + Bl) without the product of the low parts; the smallest first.
     total = mma_v2(Al, Bh, total)
     total = mma_v2(Ah, Bl, total)
     return mma_v2(Ah, Bh, total)
@@ -106,7 +106,7 @@ def _add_product(Ah, Al, Bh, Bl, total):
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-013
 @gluon.jit
 def _finite(v, ONE_MIN: gl.constexpr):
-    # v (bfloat16), largest numbers in place of what is not finite: a factor that may meet a zero. Two elements at once.
+    # v (bfloat16) with the largest numbers for infinity and NaN: a factor that may meet a zero. Two elements at once.
     if ONE_MIN: # the smaller magnitude with the sign of v; not on compute capability 8.0
         return gl.inline_asm_elementwise(
             "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.xorsign.abs.bf16x2 $0, $1, most; }",
@@ -120,7 +120,7 @@ def _finite(v, ONE_MIN: gl.constexpr):
 
 @gluon.jit
 def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
-    # Of block pd. The last block of a ragged width starts early instead of ending late: nothing of it lies outside.
+    # First channel of block pd. The last block of a ragged width starts early, so that no channel lies outside.
     return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
 
 
@@ -134,7 +134,7 @@ def _and(v, mask):
 @gluon.jit
 def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr,
                 NARROW: gl.constexpr, VEC: gl.constexpr):
-    # Start to copy chunk c into a slot of the rings: wide (ring, pointer, row stride, offsets), keys (ring, pointer).
+    # Start to copy chunk c into a slot of the rings; wide: (ring, pointer, row stride, offsets), keys: (ring, pointer)
     C: gl.constexpr = 16
     c64 = c.to(gl.int64) * C
     mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
@@ -191,7 +191,7 @@ def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, 
 
 @gluon.jit
 def _add_products(a, b, total):
-    # The products of a and b (C,BD) added to total (R,BD), every R-th row: nothing leaves its lane.
+    # Add the products of a and b (C,BD) to total (R,BD), every R-th row: no number leaves its lane.
     HELD: gl.constexpr = a.shape[0] // total.shape[0]
     SIZE: gl.constexpr = total.shape[0] * total.shape[1]
     sums = gl.reshape(_dot(a, b, 1, HELD, SIZE, total), total.shape)
@@ -205,7 +205,7 @@ def _exact_fwd_kernel(
         SAVE: gl.constexpr, READ: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
         HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr,
         ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
-    # Chunks of 16 steps. Region 1: substitution of chunk c, and what waits for nothing. Region 2: what needs its U.
+    # Chunks of 16 steps. Region 1: substitution of chunk c, and work without its U. Region 2: work that needs its U.
     # Copies run NS chunks ahead in a ring: after region 1 no lane reads a slot, so chunk c + NS goes where c was.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
@@ -214,7 +214,7 @@ def _exact_fwd_kernel(
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0]) # a lane is a channel
     COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
-    # rows of 16 steps, rotated so that no way of reading them makes two lanes wait for one bank
+    # rows of 16 steps, rotated so that no access pattern puts two lanes on one bank
     by_channel: gl.constexpr = (
         gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
         else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
@@ -305,7 +305,7 @@ def _exact_fwd_kernel(
         s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY)) # read as chunk -1, which does not exist
     if SAVE:
         _store(ckpt, oS, S, mS, NARROW)
-    async_copy.wait_group(NS - 2) # its barrier, here, saves one in every turn of the loop
+    async_copy.wait_group(NS - 2) # its barrier saves one in every turn of the loop
     here = length * 0
     for c in range(0, NC):
         # region 1
@@ -348,7 +348,7 @@ def _exact_fwd_kernel(
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
             Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
-            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # what is not finite shows from here on
+            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # inf and NaN show from here on
             if HAS_Z:
                 Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
@@ -398,9 +398,9 @@ def _exact_bwd_kernel(
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; names in p are pairs of tiles. Step 15 - i is i with all bits turned
-    # over: what is stored in a layout `up` and read in the one above it has, in the second tile, its steps in reverse.
-    # Each bit is turned over where lanes hold it: Triton before its pull request 11566 adds registers' places.
+    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; names in p are pairs of tiles. Step 15 - i is i with all bits
+    # inverted: a tile stored in a layout `up` and read in the one above it has, in the second tile, reversed steps.
+    # Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds registers' places.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
     rates: gl.constexpr = gl.SharedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 8, 0], [1, 9, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
@@ -424,7 +424,7 @@ def _exact_bwd_kernel(
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
     # Channels that the last block of a ragged width shares with the one before are computed twice, with the same
-    # bits, and stored by both; only sums over channels must have them once.
+    # bits, and stored by both; only sums over channels must count them once.
     d0 = _first_channel(pd, DV, BD, VEC) if RAGGED_D else pd * BD
     dT = d0 + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
@@ -480,7 +480,7 @@ def _exact_bwd_kernel(
     d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
     g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
     g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
-    # read in every chunk: from global memory this waited longer than any other instruction
+    # loaded in every chunk: from global memory, this load waited longer than any other instruction
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HAS_BIAS:
@@ -520,7 +520,7 @@ def _exact_bwd_kernel(
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
     ads = gl.zeros([128 // BD, BD], gl.float32, TILE)
     begin = 0
-    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the last chunk, which may lack rows, by itself
+    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the last chunk, which may lack rows, separately
         end = gl.minimum(NC, 1) if LAST else NC
         for i_ in range(begin, end):
             c = NC - 1 - i_
@@ -568,7 +568,7 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            if BD < 32 and N == 16: # early, while there are registers to spare: later, nothing hides its wait
+            if BD < 32 and N == 16: # early, while registers are free: later, no other work hides its wait
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
@@ -706,14 +706,14 @@ def _exact_bwd_kernel(
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-030
-FEW_WARPS = 8448 # of batch * channels (two warps a scheduler): below, a program gets two warps or half the channels
+FEW_WARPS = 8448 # batch * channels (two warps per scheduler): below, a program gets two warps or half the channels
 
 def exact_plan(
     B: int, T: int, D: int, N: int,
     packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
     few: bool | None = None, # spread few channels over more warps; None: by shape
 ) -> PortablePlan:
-    "Sizes of the fast exact kernels; independent of T, so that packing changes no bit."
+    "Return the sizes of the fast exact kernels; they do not depend on T, so packing changes no bit."
     few = B * D < FEW_WARPS if few is None else few
     NP, alone = max(16, triton.next_power_of_2(N)), packed is None
     forward = direction == "forward"
@@ -728,21 +728,21 @@ ONE_ROUND = 528 # programs of the forward that run at once, four on each of 132 
 CARVEOUT = 9 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 
 def _divide(kernel, percent):
-    # Per cent of a multiprocessor's memory for shared memory of a loaded kernel; -1: as the driver likes.
+    # Set the per cent of a multiprocessor's memory that a loaded kernel gets as shared memory; -1: by the driver.
     with suppress(OSError): # the library has this name on Linux
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, percent)
 
 @functools.cache
 def _leave_to_cache(kernel, programs):
-    "Hint to the driver: shared memory for so many programs of a multiprocessor; the rest is first cache."
+    "Ask the driver for the shared memory of so many programs per multiprocessor; the rest is first cache."
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    needed = programs * (kernel.metadata.shared + 1024) # a kilobyte is the system's
+    needed = programs * (kernel.metadata.shared + 1024) # the system takes a kilobyte
     percent = 100 * needed // gpu.shared_memory_per_multiprocessor # the driver rounds up
     _divide(kernel, min(100, percent))
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-034
 def _ring(plan: PortablePlan, direction: str = "forward") -> int:
-    "Slots in the ring of asynchronous copies."
+    "Return the slots in the ring of asynchronous copies."
     if direction == "forward":
         if plan.NP > 16:
             return 4
@@ -753,18 +753,18 @@ def _ring(plan: PortablePlan, direction: str = "forward") -> int:
 
 @functools.cache
 def _one_minimum(device: torch.device) -> bool:
-    "Whether a GPU has the minimum of magnitudes that keeps a sign."
+    "Check whether a GPU has the minimum of magnitudes that keeps a sign."
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
 
 def _registers(plan: PortablePlan, gate: bool) -> int | None:
-    "Most registers of a lane in the forward; None: the compiler's choice, else up to a fifth slower."
+    "Return the most registers per lane in the forward; None leaves the choice to the compiler, where it is as fast."
     if plan.NP > 16 or (gate and plan.warps == 1):
         return None
     return 208 if plan.warps == 2 else 224
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-036
 def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
-    "Whether the fast exact kernels take keys and queries of these dtypes: tensor cores want bfloat16."
+    "Check whether the fast exact kernels take keys and queries of these dtypes: tensor cores need bfloat16."
     return k == q == torch.bfloat16
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-038
@@ -777,7 +777,7 @@ def exact_forward(
     save: bool = True, # write the checkpoints that the backward needs
     read: bool = True, # compute the output; False: only states, and an empty output
 ):
-    "The fast exact forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,D,NP) fp32)."
+    "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks,D,NP), the last two in fp32."
     p, new, packed = plan, _empty(x), cu_seqlens is not None
     vec, (x, b, z), (q, k, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip))
@@ -801,7 +801,7 @@ def exact_backward(
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
     cu_seqlens: Tensor | None,
 ):
-    "Gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
+    "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
     p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, edge), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z, dout), (q, k, dfinal), (bias, skip))
