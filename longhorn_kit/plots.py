@@ -46,7 +46,7 @@ def use_style():
 
 # %% ../nbs/machine/plots.ipynb #plots-008
 def label_ends(
-    ax,        # axes whose lines carry their name in `label=`
+    ax,        # axes whose lines have their name in `label=`
     gap=0.065, # smallest distance between two labels, as a fraction of the axes' height
 ):
     "Write every line's label beside its last finite point, in the line's colour."
@@ -61,7 +61,7 @@ def label_ends(
     ends.sort(key=lambda end: end[0])
     for below, end in zip(ends, ends[1:]):
         end[0] = max(end[0], below[0] + gap)
-    for rank, end in enumerate(reversed(ends)): # none above the axes
+    for rank, end in enumerate(reversed(ends)): # no label above the axes
         end[0] = min(end[0], 1 - rank * gap)
     for height, line in ends:
         ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction",
@@ -71,11 +71,11 @@ def label_ends(
 def plot_seeds(
     ax,     # axes to draw on
     steps,  # (T,) common x values
-    runs,   # (seeds,T) one row a seed
+    runs,   # (seeds,T), one row per seed
     name,   # a key of `COLORS`, which gives colour and label
     **options, # passed on to `ax.plot`
 ):
-    "Draw the mean over seeds as a line and the range over seeds as a band; returns the line."
+    "Draw the mean over seeds as a line and the range over seeds as a band; return the line."
     runs = np.atleast_2d(np.asarray(runs, float))
     (line,) = ax.plot(steps, runs.mean(0), color=COLORS[name], **{"label": LABELS[name], **options})
     ax.fill_between(steps, runs.min(0), runs.max(0), color=COLORS[name], alpha=0.18, linewidth=0)

@@ -194,11 +194,9 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/theory/02_closed_forms.ipynb": {"-11.1": lambda: -math.log(65504)}, # the largest number of float16
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
-        "23 %": lambda: small_memory("S1", "diagonal"), "19 %": lambda: small_memory("S2", "diagonal"), "24 %": lambda: small_memory("S3", "diagonal"),
-        "57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
-    "nbs/scan/14_triton_exact.ipynb": {
-        "2.9 times": lambda: against_plain("N", "S1, N=64", "exact", 1), "3.7 times": lambda: against_plain("N", "S1, N=128", "exact", 0),
-        "9.5 times": lambda: against_plain("N", "S1, N=128", "exact", 1),
+        "23 %": lambda: small_memory("S1", "diagonal"), "19 %": lambda: small_memory("S2", "diagonal"), "24 %": lambda: small_memory("S3", "diagonal")},
+    "nbs/machine/triton_diagonal.ipynb": {"57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
+    "nbs/machine/triton_exact.ipynb": {
         "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
     "nbs/scan/16_speed.ipynb": {
         "3.06 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1), "26.5 %": lambda: small_memory("S3", "exact"),
@@ -212,7 +210,6 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
         "1.35 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
 }
 GIVEN = { # page -> number as written -> why no record of ours holds it
-    "nbs/scan/14_triton_exact.ipynb": {"1.53 ms": "an aim, set before the kernels were written"},
     "nbs/scan/16_speed.ipynb": dict.fromkeys(("1.53 ms", "0.29 ms", "3.34 ms"), "aims, set before the kernels were written"),
 }
 
