@@ -40,7 +40,7 @@ def holm(values: list[float]) -> list[float]: # p-values of one claim's comparis
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-011
 @dataclass(frozen=True)
 class Judgement:
-    "What a comparison came to."
+    "A comparison's numbers and its verdict."
     n: int                   # seeds
     difference: float = 0.0  # mean
     low: float = -math.inf   # 95 % interval of the mean
@@ -55,6 +55,7 @@ class Judgement:
             return f"undecided (|d| < {size:.2g})"
         return self.verdict
 
+# %% ../../nbs/lab/38_stats.ipynb #38_stats-n14
 def measure(comparison: Comparison) -> tuple:
     "Return the mean difference with its interval, and the p-value against the bound."
     from scipy.special import stdtr, stdtrit # here: the command line shows its help without NumPy
@@ -76,6 +77,7 @@ def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement
     return [_verdict(c, found, corrected.get(i, 1.0), level, len(counted))
             for i, (c, found) in enumerate(zip(comparisons, measured))]
 
+# %% ../../nbs/lab/38_stats.ipynb #38_stats-n18
 def _verdict(comparison, found, p, level, asked):
     n, why = len(comparison.differences), comparison.doubt
     if not n:
@@ -128,7 +130,7 @@ def effect(comparison: Comparison, found: Judgement) -> str:
     return f"{show(found.difference, comparison.unit)}{ends * known} {comparison.unit}"
 
 def verdict_table(judged: list, title: str = "Verdicts") -> tuple: # -> title, header, rows
-    "Tabulate pairs (Comparison, Judgement): what each came to, and the paper's differences if there are any."
+    "Tabulate pairs (Comparison, Judgement), with a column for the paper's differences if there are any."
     paper = any(comparison.published is not None for comparison, _ in judged)
     theirs = lambda c: ["" if c.published is None else show(c.published, c.unit)] * paper
     verdict = lambda found: f"{found}{': ' * bool(found.why)}{found.why}"
