@@ -260,7 +260,7 @@ def templates():
     found.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "forest": forest, "zip": zip}
     return found
 
-# %% ../../nbs/machine/ledger.ipynb #ledger-n37
+# %% ../../nbs/machine/ledger.ipynb #ledger-n38
 def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table; every verdict carries a class named after it."
     return str(templates().get_template("ledger.html.j2").module.table(rows))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n03
 from .fit import fit
 from .run import Experiment, Results
 from .vision_speed import DEITS, MODELS, PLAIN, make_model, memory, speed
@@ -83,7 +84,7 @@ class Config:
             if odd := set(asked) - set(known):
                 raise ValueError(f"unknown: {', '.join(sorted(odd))}; there are: {', '.join(known)}")
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-n08
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n09
 PRESETS = {
     "laptop": Config(),
     "gpu": Config(size="tiny_patch4_32", data="uoft-cs/cifar10", epochs=17, batch_size=512, lr=1e-3, pad=4, flip=True,
@@ -95,7 +96,7 @@ def training(config: Config, name: str, seed: int) -> dict:
     recipe = {key: value for key, value in asdict(config).items() if key not in ("models", "seeds")}
     return {"job": "training", "model": name, "seed": seed} | recipe
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-n10
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n11
 def measurements(config: Config) -> list[dict]:
     "Return the settings of the jobs that measure speed and memory, one per model."
     plain = [PLAIN] * ("deit" in config.models)
@@ -120,7 +121,7 @@ def run_job(settings: dict, folder: Path) -> dict:
     return {"parameters": sum(p.numel() for p in model.parameters()), "val": len(test.labels),
             "training": learn(model, train, test, s, s.seed)}
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-n13
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n14
 def summarize(config: Config, results: Results) -> dict:
     "Collect the scores of every model, for the seeds that all models have finished, and the measurements."
     rows = {name: [results.get(training(config, name, seed)) for seed in config.seeds] for name in config.models}
@@ -164,7 +165,7 @@ def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor)
     rows = (line + down[:, None])[:, None, :, None]
     return padded[image[:, None, None, None], channel[:, None, None], rows, columns[:, None, None, :]]
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-n29
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n30
 def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     "Replace a box of every image (B,C,H,W) by that of the image at the batch's other end, and mix labels (B,classes)."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
@@ -183,7 +184,7 @@ def normalizer(cfg: dict, device: str | torch.device) -> Callable:
     mean, std = (torch.tensor(cfg[key], device=device)[:, None, None] * 255 for key in ("mean", "std"))
     return lambda images: (images.float() - mean) / std
 
-# %% ../../nbs/lab/37_vision.ipynb #37_vision-n32
+# %% ../../nbs/lab/37_vision.ipynb #37_vision-n33
 @torch.no_grad()
 def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # top 1, top 5
     "Return the shares of images whose label is the best answer, and among the five best."
