@@ -213,7 +213,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
-    (lambda folder: trained_tokenizer(folder, 50257), "does not say which tokenizer"),
+    (lambda folder: trained_tokenizer(folder, 50257), "names no tokenizer for its 50257 tokens"),
     (lambda folder: language.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
 ])
 def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, call, match):

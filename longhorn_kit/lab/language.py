@@ -86,9 +86,8 @@ def recipe_of(config: Language) -> TrainConfig:
 # %% ../../nbs/lab/34_language.ipynb #34_language-n12
 def text_of(config: Language) -> dict:
     "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces no text or one on the hub."
-    data = config.data
-    if not data or data.startswith("hf:"):
-        data = os.environ.get("LONGHORN_TEXT") or data
+    data, local = config.data, os.environ.get("LONGHORN_TEXT")
+    data = local if local and (not data or data.startswith("hf:")) else data
     if not data:
         raise ValueError("name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz "
                          "and NAME.val.txt.xz, or files such as books/*.txt")
@@ -137,14 +136,12 @@ def run_job(settings: dict, folder: Path) -> dict:
 def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
     "Return curves and last losses in the unit of the text, and the speed."
     history, size = found["history"], max(1, len(found["history"]) // 50)
-    in_bits = texts.summary()["unit"] == "bits per byte"
-    value = lambda nats: round(texts.corpus.bits_per_byte(nats) if in_bits else nats, 5)
+    value = lambda nats: round(texts.corpus.bits_per_byte(nats) if texts.in_bits else nats, 5)
     tested = [line for line in history if "val_loss" in line]
     names = {name: f"val/{name}" for name in texts.domains} | {"all": "val_loss"}
     curves = {name: [value(line[key]) for line in tested] for name, key in names.items()}
     blocks = [history[i:i + size] for i in range(0, len(history), size)]
-    return {
-        **{name: found[name] for name in ("tokens", "steps", "engine")},
+    return {name: found[name] for name in ("tokens", "steps", "engine")} | {
         "loss": {name: curve[-1] for name, curve in curves.items()}, "bits_per_byte": round(found["bits_per_byte"], 5),
         "val": {"tokens": [line["tokens"] for line in tested], **curves},
         "train": {"tokens": [block[-1]["tokens"] for block in blocks],

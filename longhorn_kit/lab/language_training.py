@@ -43,9 +43,12 @@ class Texts:
     corpus: Corpus
     domains: dict # name -> (token ids (M,), bytes of text that they stand for)
 
+    @property
+    def in_bits(self): return self.corpus.tokenizer.name == "bytes" # losses are in bits per byte
+
     def summary(self) -> dict:
         "Return what a record keeps of the text."
-        return {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
+        return {"unit": "bits per byte" if self.in_bits else "nats per token",
                 "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
                 "train_tokens": len(self.corpus.train),
                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
@@ -75,8 +78,7 @@ def open_texts(
         tokenizer = f"gpt2:{folder}"
     trained, held = (str(folder / f"*.{part}.txt*") for part in ("train", "val"))
     corpus = prepare(trained, tokenizer, held)
-    parts = {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)}
-    return Texts(corpus, parts)
+    return Texts(corpus, {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)})
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
@@ -119,16 +121,15 @@ def check_same_model(folder: Path, notes: dict) -> None:
     "Raise ValueError if the folder's run has another model or text."
     if not all((folder / name).exists() for name in (*notes, "config.json")): # no run here
         return
-    ours, text = notes["lm_config.json"], notes["text.json"]
-    if read_record(folder / "text.json")["source"] != text["source"]:
+    ours = notes["lm_config.json"]
+    if read_record(folder / "text.json")["source"] != notes["text.json"]["source"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_record(folder / "lm_config.json"), ours, ("mixer", *ours))
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
     "Return a short hash of the tokens of both parts."
-    files = [corpus.index[part]["sha256"] for part in ("train", "val")]
-    return hashlib.sha256(" ".join(files).encode()).hexdigest()[:12]
+    return hashlib.sha256(" ".join(corpus.index[part]["sha256"] for part in ("train", "val")).encode()).hexdigest()[:12]
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n21
 def fit(
@@ -149,8 +150,7 @@ def fit(
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
     val = stretches(corpus.val, preset.val) if val is None else val
     model = new_model(config, preset.train.seed)
-    end = corpus.tokenizer.end
-    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, end)
+    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
     model = gather_full_model(model)
     if is_main_process():
         save_lm(model, preset.tokenizer, out or Path(folder) / "model")
@@ -208,8 +208,7 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # of a saved 
         return known["tokenizer"]
     if vocab_size == 256:
         return "bytes"
-    raise ValueError(f"{folder} does not say which tokenizer its {vocab_size} tokens belong to; "
-                     "name one with --tokenizer")
+    raise ValueError(f"{folder} names no tokenizer for its {vocab_size} tokens; name one with --tokenizer")
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n28
 def check_vocabulary(tokens: int, vocab_size: int) -> None:

@@ -88,13 +88,12 @@ def _rows_of_file(
 def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     source = claim.reads or claim.name
-    name = f"{source}/{{}}/record.json"
-    files = [(runs / name.format(scale), scale, f"{runs.name}/{name.format(scale)}") for scale in SCALES]
+    file = lambda scale: f"{source}/{scale}/record.json"
+    files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
     if results:
         further = sorted(path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES)
-        name = f"{source}/{{}}.json"
-        stems = (*SCALES, *further)
-        files += [(results / name.format(stem), stem, f"nbs/lab/results/{name.format(stem)}") for stem in stems]
+        there = [f"{source}/{stem}.json" for stem in (*SCALES, *further)]
+        files += [(results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there]
     return [row for file in files for row in _rows_of_file(claim, *file)]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
@@ -117,8 +116,7 @@ def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return every row of one claim; a single \"not run\" if nothing is known."
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
-    settled = claim.settled() if claim.settled else []
-    rows += [Row(claim, *pair, "published", "published numbers alone") for pair in settled]
+    rows += [Row(claim, *pair, "published", "published numbers alone") for pair in (claim.settled or list)()]
     there = {row.scale for row in rows} | ({"gpu"} if claim.timed else set()) # the workbench is not part of the package
     for scale in SCALES:
         if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
@@ -180,8 +178,8 @@ def front() -> list[Row]:
     "Return the rows of the front page, from the recorded runs."
     rows = ledger("recorded runs only")
     found = lambda name, scale, which: [row for row in rows if (row.claim.name, row.scale) == (name, scale)][which]
-    named = lambda row, words: replace(row, scale="", comparison=replace(row.comparison, label=words))
-    return [named(found(*where), words) for *where, words in FRONT]
+    chosen = [(found(*where), words) for *where, words in FRONT]
+    return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in chosen]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-095
 def cells(row: Row) -> tuple[str, str, str, str, str]: # comparison, published, here, n, verdict

@@ -9,6 +9,7 @@ __all__ = ['KINDS', 'MEASURED', 'EXPERIMENT', 'run_to_time', 'seconds_of', 'Thro
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-003
 import re, time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -57,11 +58,9 @@ class Throughput:
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n09
 def jobs(config: Throughput, results: Results):
     "Yield all mixers at the shortest context, at longer ones, then compiled."
-    for compile in config.compiled:
-        for context in config.contexts:
-            for mixer in config.mixers:
-                yield dict(mixer=mixer, context=context, compile=compile, preset=config.preset,
-                           tokens=config.tokens, gpu=config.gpu)
+    for compile, context, mixer in product(config.compiled, config.contexts, config.mixers):
+        yield dict(mixer=mixer, context=context, compile=compile, preset=config.preset,
+                   tokens=config.tokens, gpu=config.gpu)
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-008
 KINDS = ( # what a kernel does, by its name; the first that fits
@@ -89,10 +88,7 @@ def shares(step) -> dict[str, float]: # kind -> share of the GPU's time
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-011
 def time_step(
-    preset: LMPreset,
-    mixer: str,
-    context: int,
-    compile: bool,
+    preset: LMPreset, mixer: str, context: int, compile: bool,
     tokens: int,    # per step
     steps: int = 8, # timed
     warm: int = 4,  # before

@@ -105,8 +105,7 @@ def measurements(config: Config) -> list[dict]:
 
 def jobs(config: Config, results: Results) -> list[dict]:
     "Return the training runs, seed by seed, then what is measured."
-    runs = [training(config, name, seed) for seed, name in product(config.seeds, config.models)]
-    return runs + measurements(config)
+    return [training(config, name, seed) for seed, name in product(config.seeds, config.models)] + measurements(config)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:

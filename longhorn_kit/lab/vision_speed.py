@@ -23,8 +23,7 @@ DEITS = { # timm's deit_tiny, made as large as the Vim of the same row
     "tiny_patch4_32": dict(img_size=32, patch_size=4, depth=7, mlp_ratio=4.25, num_classes=10),
     "nano_patch2_8": dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, num_heads=2, depth=2,
                           mlp_ratio=1.890625, num_classes=10),
-    "tiny_patch16_224": {},
-}
+    "tiny_patch16_224": {}}
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n07
 def make_model(name: str, size: str, seed: int = 0, **options) -> nn.Module: # in `MODELS`, `DEITS`
