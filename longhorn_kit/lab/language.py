@@ -18,9 +18,9 @@ from torch import Tensor
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n03
 from .data import Sampler
-from .language_training import ( # noqa: F401 (some are public here for other modules)
+from .language_training import ( # noqa: F401
     Texts, check_finite, check_vocabulary, fit, gather_full_model, held_out_losses, new_model, open_texts, save_lm,
-    source_of, stretches, tokens_hash, train_lm, trained_tokenizer)
+    source_of, tokens_hash, train_lm, trained_tokenizer)
 from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override # noqa: F401
 from .processes import TrainingDiverged
 from .recipe import TrainConfig
@@ -136,7 +136,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
     "Return curves and last losses in the unit of the text, and the speed."
     history, size = found["history"], max(1, len(found["history"]) // 50)
-    value = lambda nats: round(texts.corpus.bits_per_byte(nats) if texts.in_bits else nats, 5)
+    value = lambda nats: round(texts.corpus.bits_per_byte(nats) if texts.corpus.tokenizer.name == "bytes" else nats, 5)
     tested = [line for line in history if "val_loss" in line]
     names = {name: f"val/{name}" for name in texts.domains} | {"all": "val_loss"}
     curves = {name: [value(line[key]) for line in tested] for name, key in names.items()}
@@ -216,8 +216,7 @@ def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # text (1,M
     for _ in range(rounds + 1): # the first one warms up
         for cache, mine in zip(caches, times):
             started = time.perf_counter()
-            for step in range(steps):
-                _, cache = model.step(tokens[:, step], cache)
+            for step in range(steps): _, cache = model.step(tokens[:, step], cache)
             mine.append(1000 * (time.perf_counter() - started) / steps)
     return {"length": list(lengths), "ms": [round(median(mine[1:]), 3) for mine in times],
             "numbers": [cache_numbers(cache) for cache in caches]}

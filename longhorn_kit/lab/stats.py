@@ -51,9 +51,8 @@ class Judgement:
 
     def __str__(self):
         size = max(abs(self.low), abs(self.high))
-        if self.verdict == "undecided" and 0 < size < math.inf:
-            return f"undecided (|d| < {size:.2g})"
-        return self.verdict
+        known = self.verdict == "undecided" and 0 < size < math.inf
+        return f"undecided (|d| < {size:.2g})" if known else self.verdict
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-n14
 def measure(comparison: Comparison) -> tuple:

@@ -33,8 +33,7 @@ def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, token
 def seconds_of(run, steps: int) -> float: # run: from `run_to_time`
     "Return the seconds of some steps."
     started = time.monotonic()
-    for _ in range(steps):
-        train_step(run)
+    for _ in range(steps): train_step(run)
     if run.accelerator.device.type == "cuda":
         torch.cuda.synchronize()
     run.pending.clear()
@@ -100,8 +99,7 @@ def time_step(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     ready, busy_for = seconds_of(run, warm), 0.0
-    while on_gpu and busy_for < settle:
-        busy_for += seconds_of(run, warm)
+    while on_gpu and busy_for < settle: busy_for += seconds_of(run, warm)
     seconds = seconds_of(run, steps) / steps
     peak = round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None
     return {"parameters": count_parameters(config), "tokens_per_second": round(tokens / seconds),
