@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
-from longhorn_kit.lab import evaluation, language, presets, training
+from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
 from longhorn_kit.lab.language import (
-    EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, held_out_losses, in_order, jobs, new_model, open_texts,
-    recipe_of, scale_of, seen_windows, stretches, train_lm, trained_tokenizer, trigram, write_text)
+    EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, in_order, jobs, recipe_of, scale_of, seen_windows,
+    trigram, write_text)
+from longhorn_kit.lab.language_training import held_out_losses, new_model, open_texts, stretches, train_lm, trained_tokenizer
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.processes import TrainingDiverged
@@ -182,16 +183,16 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
 def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    language.save_lm(new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
+    language_training.save_lm(new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
     assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
-    shares, prepare, text = [], language.prepare, f"{texts}/docs.train.txt"
+    shares, prepare, text = [], language_training.prepare, f"{texts}/docs.train.txt"
     def noted(source, *args, fraction, **options):
         shares.append(fraction)
         return prepare(text, fraction=VAL_PART)
-    monkeypatch.setattr(language, "prepare", noted)
+    monkeypatch.setattr(language_training, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
     for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
         train_lm("test", "longhorn", data, tmp_path / str(len(shares)), steps=2, **more)
@@ -214,7 +215,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "names no tokenizer for its 50257 tokens"),
-    (lambda folder: language.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
+    (lambda folder: language_training.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
 ])
 def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, call, match):
     monkeypatch.delenv("LONGHORN_TEXT", raising=False)

@@ -99,7 +99,7 @@ def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
 def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results of a checkout
     "Return the rows judged by recorded times; empty without a record."
-    path = results and results.resolve().parents[2] / claim.times
+    path = results and results.resolve().parent.parent.parent / claim.times
     if not claim.timed or not path or not path.exists():
         return []
     try:
