@@ -77,8 +77,7 @@ PRESETS = {
 def recipe_of(config: Language) -> TrainConfig:
     "Return the recipe: its steps from the tokens, an eighth of them warm-up."
     recipe = config.train
-    if not config.tokens:
-        return recipe
+    if not config.tokens: return recipe
     steps = max(2, config.tokens // (recipe.batch_size * recipe.context))
     return replace(recipe, steps=steps, warmup=steps // 8, eval_every=max(1, steps // config.evaluations),
                    save_total_limit=1, save_every=0, save_seconds=300)

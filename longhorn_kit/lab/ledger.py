@@ -63,12 +63,7 @@ def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # c
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-091
-def _rows_of_file(
-    claim: Claim,
-    path: Path, # a record that may or may not exist
-    stem: str,  # its scale, or the name of a further record
-    shown: str, # the path to print
-) -> list[Row]:
+def _rows_of_file(claim: Claim, path: Path, stem: str, shown: str) -> list[Row]: # stem: scale or variant; path to print
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
     source, folder = claim.reads or claim.name, path.parent
     command = rerun_command(source, stem)

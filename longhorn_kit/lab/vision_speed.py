@@ -90,8 +90,7 @@ def peak(name: str, kind: str, pixels: int) -> tuple:
     "Return the peak of memory above model and input, and the time of a batch; Nones if memory does not suffice."
     try:
         model = make_model(name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels).cuda()
-        for block in model.blocks if name == PLAIN else ():
-            block.attn.fused_attn = False
+        for block in model.blocks if name == PLAIN else (): block.attn.fused_attn = False
         step = timed_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
         step(), step()
         model.zero_grad(set_to_none=True) # gradients count: a training step makes them anew
