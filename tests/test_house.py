@@ -1,9 +1,5 @@
 """The project keeps its shape: sizes, imports, one place per mechanism, pages, wording. A change that raises a budget states the number."""
-import ast
-import io
-import json
-import re
-import tokenize
+import ast, io, json, re, tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path

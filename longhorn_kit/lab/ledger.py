@@ -28,7 +28,7 @@ from ..records import read_record, to_plain
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-088
 @dataclass(frozen=True)
 class Row:
-    "One comparison of a claim, with what was found about it."
+    "One comparison of a claim, with its result."
     claim: Claim
     comparison: Comparison = Comparison("")
     judgement: Judgement = Judgement(0)
@@ -57,7 +57,7 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n09
 def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # claim and record of the run
-    "Return a shell command that repeats a run: that of the record if it ran this claim alone or a variant of it."
+    "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
     claim, command = find_claim(name), (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
@@ -129,13 +129,13 @@ def _cost(claim, scale):
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n18
 def results_folder() -> Path | None:
-    "Return where recorded runs lie in a checkout; None if the kit is installed without its notebooks."
+    "Return the folder of recorded runs; None without a checkout."
     folder = Path(longhorn_kit.__file__).resolve().parents[1] / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-100
 class Ledger(list):
-    "Rows of the ledger that show themselves: text in a terminal, sections in a notebook."
+    "Rows that show themselves, as text in a terminal and as HTML in a notebook."
     def __str__(self): return ledger_text(self)
 
     __repr__ = __str__
@@ -149,7 +149,7 @@ def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
     results: str | Path | None = None, # folder of recorded runs; None: those of the checkout
 ) -> Ledger:
-    "Return every claim with everything found about it: fresh runs, recorded ones, published numbers."
+    "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
     return Ledger(row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results))
 
@@ -187,7 +187,7 @@ def cells(row: Row) -> tuple[str, str, str, str, str]: # comparison, published, 
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n27
 def reason(row: Row) -> str:
-    "Return why a row has no verdict, in brackets; empty if there is nothing to add."
+    "Return why a row has no verdict, in brackets, or an empty text."
     return f" ({row.judgement.why})" if row.judgement.why else ""
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-096
@@ -228,7 +228,7 @@ def counted(rows: list[Row]) -> str:
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n34
 def ledger_json(rows: list[Row]) -> str:
-    "Write every row with all that is known about it, as a JSON list."
+    "Write all fields of all rows as a JSON list."
     found = [{"claim": row.claim.name, "statement": row.claim.statement, "paper": row.claim.published,
               "source": row.claim.source, "rule": row.claim.rule, **asdict(row.comparison), **asdict(row.judgement),
               **{name: getattr(row, name) for name in ("scale", "about", "file", "command")}} for row in rows]
@@ -246,7 +246,7 @@ def ledger_markdown(rows: list[Row]) -> str:
 # %% ../../nbs/machine/ledger.ipynb #ledger-n37
 @cache
 def templates():
-    "Return the templates of the package; they escape every text that they show."
+    "Return the package's templates, which escape every text."
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     found = Environment(loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab"), autoescape=True,
                         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
@@ -259,7 +259,7 @@ def ledger_html(rows: list[Row]) -> str:
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
 def section(name: str, rows: list[Row], plot: bool = True) -> str: # name of a claim, the ledger
-    "Write the section of one claim as HTML: statement, figure, table, how it was run, commands."
+    "Write a claim's section as HTML: statement, figure, table, records, commands."
     found = [row for row in rows if row.claim.name == name]
     shown = templates().get_template("ledger.html.j2").module
     return str(shown.section(find_claim(name), found, found if plot else []))

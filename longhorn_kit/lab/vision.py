@@ -57,14 +57,14 @@ def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # tra
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-026
 def normalizer(cfg: dict, device: str | torch.device) -> Callable:
-    "Return a function that gives images (B,C,H,W) uint8 the mean and the spread that a model expects."
+    "Return a function that normalizes images (B,C,H,W) uint8 for a model."
     mean, std = (torch.tensor(cfg[key], device=device)[:, None, None] * 255 for key in ("mean", "std"))
     return lambda images: (images.float() - mean) / std
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n09
 @torch.no_grad()
 def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # top 1, top 5
-    "Return the shares of images whose label is the best answer, and among the five best."
+    "Return top-1 and top-5 accuracy as shares of the images."
     device, training = images.labels.device, model.training
     normalize, right = normalizer(model.pretrained_cfg, device), torch.zeros(5, device=device)
     model.eval()
@@ -166,7 +166,7 @@ def batches(
     seed: int = 0,
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
-    "Yield augmented batches, pass after pass; what fills no batch at the end of a pass is left out."
+    "Yield augmented batches, pass after pass, without the rest that fills no batch."
     generator, padded = torch.Generator().manual_seed(seed), F.pad(train.images, (s.pad,) * 4)
     M, span, device = len(train.labels), 2 * s.pad + 1, train.labels.device
     draw = lambda high: torch.randint(high, (M,), generator=generator)
@@ -206,7 +206,7 @@ def learn(
     s,                # Config, or a job's settings
     seed: int = 0,    # of the pictures
 ) -> dict:
-    "Train a model, and return how well it does on the held-out images; RuntimeError if the loss is not finite."
+    "Train a model and return its scores on held-out images; RuntimeError if the loss is not finite."
     normalize, seconds, scores = normalizer(model.pretrained_cfg, train.images.device), [], []
     def loss_of(model, images, labels):
         loss = F.cross_entropy(model(normalize(images)).float(), labels)

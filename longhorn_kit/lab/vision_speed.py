@@ -87,7 +87,7 @@ def memory(name: str) -> dict: # a model, or `PLAIN` -> kind -> side of the imag
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n17
 def peak(name: str, kind: str, pixels: int) -> tuple:
-    "Return the peak of memory above model and input, and the time of a batch; Nones if memory does not suffice."
+    "Return the peak memory above model and input, and a batch's time; Nones if memory is too small."
     try:
         model = make_model(name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels).cuda()
         for block in model.blocks if name == PLAIN else (): block.attn.fused_attn = False
