@@ -6,17 +6,14 @@ from unittest.mock import Mock
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-import numpy as np
-import pytest
-import torch
+import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
-from longhorn_kit.lab.language import (
-    EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, in_order, jobs, recipe_of, scale_of, seen_windows,
-    trigram, write_text)
+from longhorn_kit.lab.language import (EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, in_order, jobs, recipe_of,
+                                       scale_of, seen_windows, trigram, write_text)
 from longhorn_kit.lab.language_training import held_out_losses, new_model, open_texts, stretches, train_lm, trained_tokenizer
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run

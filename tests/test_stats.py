@@ -1,7 +1,5 @@
 """The one rule for comparisons, against SciPy's own tests and by its words."""
-import math
-
-import pytest
+import math, pytest
 from hypothesis import given, strategies as st
 from scipy import stats as reference
 

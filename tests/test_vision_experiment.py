@@ -3,9 +3,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
+import numpy as np, pytest, torch
 from datasets import Value
 from PIL import Image
 
