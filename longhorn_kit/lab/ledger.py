@@ -255,7 +255,7 @@ def templates():
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n39
 def ledger_html(rows: list[Row]) -> str:
-    "Write rows as an HTML table; every verdict carries a class named after it."
+    "Write rows as an HTML table, each verdict with its class."
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
 def section(name: str, rows: list[Row], plot: bool = True) -> str: # name of a claim, the ledger

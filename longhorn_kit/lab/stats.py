@@ -29,7 +29,7 @@ class Comparison:
     published: float | None = None # the paper's difference, same unit
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-008
-def holm(values: list[float]) -> list[float]: # p-values of one claim's comparisons, corrected in the same order
+def holm(values: list[float]) -> list[float]: # p-values of one claim, in any order
     "Correct p-values for their number (Holm)."
     order, largest, corrected = sorted(range(len(values)), key=values.__getitem__), 0.0, list(values)
     for rank, i in enumerate(order):
@@ -57,7 +57,7 @@ class Judgement:
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-n14
 def measure(comparison: Comparison) -> tuple:
     "Return the mean difference with its interval, and the p-value against the bound."
-    from scipy.special import stdtr, stdtrit # here: the command line shows its help without NumPy
+    from scipy.special import stdtr, stdtrit # here: `longhorn --help` needs no NumPy
     values, n = comparison.differences, len(comparison.differences)
     middle = mean(values)
     if n < 2:
@@ -99,7 +99,7 @@ def judge_ratios(
     least: float,  # smallest ratio that holds
     published: float | None = None,
 ) -> tuple[Comparison, Judgement]:
-    "Judge ratios of times: a claim holds if it does for every one; the mean is geometric, the interval their range."
+    "Judge ratios of times: a claim holds if all do; the mean is geometric, the interval their range."
     held = [ratio >= least for ratio in ratios]
     verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
     middle = math.exp(mean(map(math.log, ratios)))
@@ -129,7 +129,7 @@ def effect(comparison: Comparison, found: Judgement) -> str:
     return f"{show(found.difference, comparison.unit)}{ends * known} {comparison.unit}"
 
 def verdict_table(judged: list, title: str = "Verdicts") -> tuple: # -> title, header, rows
-    "Tabulate pairs (Comparison, Judgement), with a column for the paper's differences if there are any."
+    "Tabulate pairs (Comparison, Judgement), with the paper's differences if there are any."
     paper = any(comparison.published is not None for comparison, _ in judged)
     theirs = lambda c: ["" if c.published is None else show(c.published, c.unit)] * paper
     verdict = lambda found: f"{found}{': ' * bool(found.why)}{found.why}"

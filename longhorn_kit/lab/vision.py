@@ -141,7 +141,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n18
 def summarize(config: Config, results: Results) -> dict:
-    "Collect the scores of every model, for the seeds that all models have finished, and the measurements."
+    "Collect the scores for the seeds that all models have finished, and the measurements."
     rows = {name: [results.get(training(config, name, seed)) for seed in config.seeds] for name in config.models}
     known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
     done = [i for i in range(len(config.seeds)) if known and all(rows[name][i] for name in known)]

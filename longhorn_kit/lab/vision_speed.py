@@ -78,7 +78,7 @@ def speed(name: str) -> dict: # mode -> images per second, in three rounds
     return found
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n15
-PLAIN = "deit, plain attention" # without the fused kernel, so that every attention matrix is stored
+PLAIN = "deit, plain attention" # stores every attention matrix
 
 def memory(name: str) -> dict: # a model, or `PLAIN` -> kind -> side of the image -> (peak bytes, seconds per batch)
     "Measure batches of 8 images of growing size."
@@ -93,7 +93,7 @@ def peak(name: str, kind: str, pixels: int) -> tuple:
         for block in model.blocks if name == PLAIN else (): block.attn.fused_attn = False
         step = timed_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
         step(), step()
-        model.zero_grad(set_to_none=True) # gradients count: a training step makes them anew
+        model.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
