@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .chunked import in_range, once_only, traced
+from .arguments import in_range, traced
+from .chunked import once_only
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
@@ -41,7 +42,7 @@ def _portable_instead(why): # cached: a reason is logged once
 
 @cache
 def fast_kernels_work(device: int) -> bool: # index of the GPU
-    "Whether the fast kernels may run on a GPU, else the portable ones do; logs one line if not."
+    "Return whether the fast kernels may run on a GPU; log the reason if not."
     why = _obstacle
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
@@ -104,7 +105,7 @@ def _not_taken(form, q, k, checkpoint_every):
 
 
 def scan_path(form, q, k, x, checkpoint_every=0):
-    "The kernels that a scan of these tensors runs on: its form's own (fast), by the form's name, or \"portable\"."
+    "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
     if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
         return "portable"
     why = _not_taken(form, q, k, checkpoint_every)
@@ -150,7 +151,7 @@ def _stretch(path, k, x, cu_seqlens, checkpoint_every):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021
 def _thin(path, L, ckpt, B):
-    # Every L steps a state, of those that a forward wrote.
+    # One state every L steps, of those that a forward wrote.
     return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
 
 
@@ -253,7 +254,7 @@ once_only(_scan_backward,
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-030
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
                 cu_seqlens=None, checkpoint="fast"):
-    "`longhorn_scan`, or with A `selective_scan`, on checked arguments: (out (B,T,D), final state (n,D,N) in float32)."
+    "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
     form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

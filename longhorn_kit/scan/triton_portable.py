@@ -43,7 +43,7 @@ def _exp_minus(v):
 
 @triton.jit
 def _rate(v, kk, inside, RULE: tl.constexpr):
-    # What a channel needs of its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
+    # The rate of a channel from its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
     if RULE >= S6:
         return tl.where(inside, _softplus(v), 0.0)
     em = _exp_minus(v)
@@ -66,7 +66,7 @@ def _advance(S, k, w, x, A, RULE: tl.constexpr):
 
 @triton.jit
 def _gate(k, w, A, RULE: tl.constexpr):
-    # What multiplies the old state, elementwise; the exact form has no such gate.
+    # The factor of the old state, elementwise; the exact form has no such gate.
     if RULE == DIAGONAL:
         return 1.0 - k * w * k
     if RULE == DECOUPLED:
@@ -145,7 +145,7 @@ def _scan_fwd_kernel(
         PAIR: tl.constexpr,
         WIDTH: tl.constexpr, B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
         HAS_Z: tl.constexpr, HAS_H0: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr):
-    # MODE 0: whole sequences. 1: a segment's own state and decay product. 2: a segment from the state that enters it.
+    # MODE 0: whole sequences. 1: state and decay product of a segment alone. 2: a segment from the state that enters.
     # 3: as 2, for its checkpoints alone.
     pid = tl.program_id(0)
     slot = pid // ND
@@ -228,7 +228,7 @@ def _scan_fwd_kernel(
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "D", "N", "NBLOCKS"])
 def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NBLOCKS,
                   BLOCK: tl.constexpr, HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr):
-    # Turns each segment's state into the state that enters it, in place: a program per sequence and block of states.
+    # Turns each segment's state into the state that enters it, in place, per sequence and block of states.
     pid = tl.program_id(0)
     seq = (pid // NBLOCKS).to(tl.int64)
     i = (pid % NBLOCKS) * BLOCK + tl.arange(0, BLOCK)
@@ -261,7 +261,7 @@ def _adjoint_kernel(
         T, LS, SLOTS, D, N, ND, sb_b, sb_t, sz_b, sz_t, sg_b, sg_t,
         RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr, WIDTH: tl.constexpr,
         B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr):
-    # A segment's own adjoint (nothing entering from the right) and its decay product.
+    # The adjoint of a segment alone (nothing enters from the right) and its decay product.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -323,7 +323,7 @@ def _adjoint_kernel(
 def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr,
               dx_ptr, db_ptr, dz_ptr, dtok_ptr, D,
               RULE: tl.constexpr, NP: tl.constexpr, WIDTH: tl.constexpr, HAS_Z: tl.constexpr):
-    # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 from the right, without this read-out.
+    # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 without this read-out.
     t64 = row * 0 + t
     m = md & (t < length)
     inside = (n * 0 + t) < length
@@ -528,7 +528,7 @@ def _cdiv(a, b):
 
 
 def on_its_device(launch: Callable) -> Callable:
-    "`launch`, which starts kernels, with the GPU of its first tensor as the current one: there Triton starts them."
+    "Make the GPU of the first tensor the current one in `launch`: Triton starts kernels there."
     @functools.wraps(launch)
     def guarded(*args, **kwargs):
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).device
@@ -541,7 +541,7 @@ def on_its_device(launch: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class PortablePlan:
-    "Everything that a launch needs besides the tensors; a function of shapes and options alone."
+    "Settings of a launch; a function of shapes and options alone."
     rule: int | tuple; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
     n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
     kept: int = 0 # steps between the states that wait for the backward, if more than C
