@@ -19,12 +19,10 @@ class Block(torch.Tensor):
     "A block of values; which lane holds which is left out."
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
-    def to(self, dtype, bitcast=False):
-        return self.view(dtype) if bitcast else super().to(dtype)
+    def to(self, dtype, bitcast=False): return self.view(dtype) if bitcast else super().to(dtype)
 
 
-def _block(v):
-    return torch.as_tensor(v).as_subclass(Block)
+def _block(v): return torch.as_tensor(v).as_subclass(Block)
 
 
 class Pointer:
@@ -32,8 +30,7 @@ class Pointer:
     def __init__(self, memory, at):
         self.memory, self.at, self.dtype = memory, at, types.SimpleNamespace(element_ty=memory.dtype)
 
-    def __add__(self, offsets):
-        return Pointer(self.memory, self.at + offsets)
+    def __add__(self, offsets): return Pointer(self.memory, self.at + offsets)
 
     @classmethod
     def to_first(cls, t):
@@ -151,8 +148,7 @@ class Interpreter:
         self.copies.append((shared, self.load(p, mask)))
         shared.store(torch.tensor(float("nan")))
 
-    def commit_group(self):
-        self.groups, self.copies = [*self.groups, self.copies], []
+    def commit_group(self): self.groups, self.copies = [*self.groups, self.copies], []
 
     def wait_group(self, pending):
         while len(self.groups) > pending:

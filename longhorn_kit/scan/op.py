@@ -108,9 +108,8 @@ def longhorn_scan(
 ):
     """Run Longhorn's recurrence with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
-    `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. Gradients
-    flow through everything, both states included; only the reference can be differentiated twice,
-    and under torch.func or forward-mode differentiation "auto" takes it.
+    `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. All inputs get gradients;
+    only the reference can be differentiated twice, and "auto" takes it under torch.func or in forward mode.
     Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
     return _scan("b", form, q, k, x, b, None, b_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,

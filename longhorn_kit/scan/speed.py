@@ -34,11 +34,10 @@ def scan_bytes(
 ) -> float:
     "Return the bytes that a scan must move: inputs and results once, states kept for the backward."
     wide, narrow = B * T * D, B * T * N
-    gate = 1 if z else 0
     if direction == "forward": # read x, b, z and q, k; write out
-        return (3 + gate) * wide * itemsize + 2 * narrow * itemsize + kept * wide
+        return (3 + z) * wide * itemsize + 2 * narrow * itemsize + kept * wide
     # read x, b, z, dout and q, k; write dx, db, dz and dq, dk
-    return (5 + 2 * gate) * wide * itemsize + 4 * narrow * itemsize + kept * wide
+    return (5 + 2 * z) * wide * itemsize + 4 * narrow * itemsize + kept * wide
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-011
 PER_STATE = { # fp32 operations on each of the N states of a channel and step: (forward, backward)
@@ -60,9 +59,8 @@ def scan_operations(
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-013
 def scan_specials(form: str, N: int, z: bool = True) -> float:
     "Return exponentials, logarithms and reciprocals per channel and step; the same in both directions."
-    gate = 2 if z else 0 # a sigmoid
     own = {"decoupled": 1 + N, "s6": 3 + N} # a reciprocal, or an exponential, for every state
-    return own.get(form, 2) + gate
+    return own.get(form, 2) + 2 * z # a sigmoid
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-014
 def scan_products(form: str, N: int, direction: str = "forward", chunk: int = 0) -> float:

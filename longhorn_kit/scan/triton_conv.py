@@ -125,7 +125,7 @@ def _before_silu(g, window, w, bias, W: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def _dual(gs, w, W: tl.constexpr):
-    # The gradient of the oldest input in a window of W gradients: each was made with another tap.
+    # The gradient of the oldest input in a window of W gradients, each by another tap.
     total = gs[0] * w[W - 1]
     for j in tl.static_range(1, W):
         total = tl.fma(gs[j], w[W - 1 - j], total)
@@ -293,7 +293,7 @@ def _conv_step_kernel(x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, D, ND,
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-022
 @dataclass(frozen=True)
 class ConvPlan:
-    "Sizes of one launch: L steps of BD channels, U loads in flight, R runs of L steps in a program of the backward."
+    "Sizes of a launch: L steps of BD channels, U loads in flight, R runs of L steps per program of the backward."
     L: int = 64
     U: int = 8
     BD: int = 128

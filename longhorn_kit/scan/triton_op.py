@@ -58,7 +58,7 @@ TRIAL = ( # T, D, N, bounds of packed sequences: several segments; the second al
 
 
 def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case by the fast kernels, then by the portable ones.
+    # Results and gradients of one case by fast, then by portable kernels.
     new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
     rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
@@ -146,7 +146,6 @@ def _stretch(path, k, x, cu_seqlens, checkpoint_every):
     if path == "portable" or checkpoint_every <= OWN_SPACING[path]:
         return None
     L, (B, T, D) = max(checkpoint_every, 64), x.shape
-    # The exact form makes all of its states again: stretches of it have not been timed.
     return L if path != "exact" and cu_seqlens is None and B * D <= 8192 and T % L == 0 else 0
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021

@@ -615,7 +615,7 @@ def _has(**tensors):
 
 
 def _segment_owner(plan, cu_seqlens):
-    # Which sequence each slot of a packed batch belongs to; slots past its last segment do nothing.
+    # The sequence of each slot of a packed batch; slots past its last segment do nothing.
     if cu_seqlens is None:
         return None
     first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
@@ -698,7 +698,7 @@ def _across(states):
 
 
 def _stored(dtype):
-    # The interpreter truncates in a store to bfloat16; there results stay in float32 until the end.
+    # The interpreter truncates when it stores bfloat16, so results stay float32.
     return torch.float32 if INTERPRETED else dtype
 
 
@@ -718,9 +718,8 @@ def _carry(p, carry, decay, edge, cu_seqlens, reverse):
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
 def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N,
                 NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Gradients of k, q (and A) summed over the channel blocks, always in the same order, eight loads in flight.
+    # Gradients of k, q (and A) summed over channel blocks in a fixed order, eight loads in flight.
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
-    # The parts of a row lie side by side and are read together.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     part, n = (c // NP)[None, :], (c % NP)[None, :]
@@ -756,7 +755,7 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-035
 @triton.jit(do_not_specialize=["rows", "W", "D"])
 def _rows_kernel(parts_ptr, out_ptr, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums over the rows of (rows,W,D), always in the same order, as (D,W).
+    # Sums over the rows of (rows,W,D) in a fixed order, as (D,W).
     M = W * D
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
