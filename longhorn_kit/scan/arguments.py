@@ -70,7 +70,7 @@ def check_arguments(
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n14
 def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T")):
-    "Raise ValueError, naming the argument, unless all tensors of a matrix scan fit together, or of a step: lead (B,)."
+    "Raise ValueError, naming the argument, unless a matrix scan's tensors fit together, or a step's: lead (B,)."
     end, like = ("", "q") if len(lead) > 1 else ("_t", "q_t")
     check_tensor(like, q, (*lead, "H", "N"))
     *rows, H, N = q.shape
@@ -108,7 +108,7 @@ def check_conv(
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
 def traced() -> bool:
-    "Return whether a compiler traces or a CUDA graph records: then no tensor can be read."
+    "Return whether a compiler traces or a CUDA graph records: no tensor can be read then."
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
@@ -127,7 +127,7 @@ def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
     q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), how the caller calls it and its last axis
 ) -> list | None: # the n lengths, each None while traced; None without packing
-    "Return the lengths of the packed sequences; raise ValueError if the bounds are wrong."
+    "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -161,7 +161,7 @@ def bounds_for_kernels(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None: #
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
 def in_range(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,) integers, rows of the batch
-    "Return the bounds, moved until no sequence leaves the rows or has a negative length."
+    "Return the bounds, moved so that no sequence leaves the rows or runs backwards."
     return cu_seqlens.clamp(0, T).cummax(0).values
 
 def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool

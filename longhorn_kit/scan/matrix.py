@@ -20,7 +20,7 @@ def matrix_update(
     log_decay: Tensor | None, # (B,H,1) or (B,H,N), at most 0; None: nothing fades
     beta: Tensor | None, # (B,H) rate of the delta rule; None: the value is written as it is
 ) -> Tensor: # (B,H,P,N) next state
-    "Apply one step of (1): fade, then (with `beta`) subtract what the key already finds, then write."
+    "Apply one step of (1): fade, subtract what the key already finds (with `beta`), write."
     if log_decay is not None:
         S = S * log_decay.exp()[..., None, :]
     if beta is not None:
@@ -45,7 +45,7 @@ def reference_matrix_scan(
     beta: Tensor | None = None, bonus: Tensor | None = None, # (B,T,H), (H,N)
     initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
 ):
-    "Run one token at a time: return read-outs (B,T,H,P) and the last state (B,H,P,N)."
+    "Run one token at a time: read-outs (B,T,H,P), last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
     at, reads = (lambda tensor, t: None if tensor is None else tensor[:, t]), []

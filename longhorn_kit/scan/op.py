@@ -29,7 +29,7 @@ TORCH_SCANS = {"chunked": (chunked_scan, chunked_selective_scan),
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n09
 def triton_obstacle(q: Tensor, *others) -> str | None: # (B,T,N)
-    "Say why the scan's Triton kernels cannot run these tensors; return None if they can."
+    "Say why the Triton kernels cannot run these; return None if they can."
     if obstacle := kernel_obstacle("q", q, *others):
         return obstacle
     if not 1 <= q.shape[-1] <= 128:
@@ -106,7 +106,7 @@ def longhorn_scan(
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
 ):
-    """Run Longhorn's recurrence with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
+    """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
     `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. All inputs get gradients;
     only the reference can be differentiated twice, and "auto" takes it under torch.func or in forward mode.

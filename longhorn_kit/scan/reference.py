@@ -67,7 +67,7 @@ def reference_scan(
     form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):
-    "Run Longhorn one token at a time: return `(out (B,T,D) in x.dtype, final state (B,D,N))`."
+    "Run Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
     q, k, x, b, b_bias, D_skip, z, state = widened(q, k, x, b, b_bias, D_skip, z, initial_state)
     beta = torch.sigmoid(b if b_bias is None else b + b_bias)
@@ -94,7 +94,7 @@ def reference_selective_scan(
     *,
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
 ):
-    "Run Mamba's S6 one token at a time: return `(out (B,T,D) in x.dtype, final state (B,D,N))`."
+    "Run Mamba's S6 one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
     q, k, x, dt, A, dt_bias, D_skip, z, state = widened(q, k, x, dt, A, dt_bias, D_skip, z, initial_state)
     delta = F.softplus(dt if dt_bias is None else dt + dt_bias)

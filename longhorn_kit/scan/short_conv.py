@@ -26,7 +26,7 @@ def torch_conv(
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
     activation: str | None = "silu", # "silu" or None
 ) -> tuple: # outputs (B,T,D), and the last W-1 inputs (B,D,W-1)
-    "Return the causal depthwise convolution by `F.conv1d`, and the inputs that the next call needs."
+    "Return the convolution by `F.conv1d`, and the inputs that the next call needs."
     width, steps = weight.shape[-1], x.shape[1]
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     x = x.transpose(1, 2)
@@ -37,7 +37,7 @@ def torch_conv(
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
 def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
-    "Say why the Triton kernels cannot run these tensors; return None if they can."
+    "Say why the Triton kernels cannot run these; return None if they can."
     if obstacle := kernel_obstacle("x", x, weight, *others):
         return obstacle
     if transformed(x, weight, *others):
@@ -69,7 +69,7 @@ def causal_conv1d(
     backend: str = "auto", # "auto", "triton" or "torch"
     twice: bool = False, # y as a pair over the same memory, for two readers: one kernel adds their gradients
 ):
-    """Run a causal depthwise convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
+    """Run a causal convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
     Gradients flow through everything, both states included; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""

@@ -58,7 +58,7 @@ def scan_operations(
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-013
 def scan_specials(form: str, N: int, z: bool = True) -> float:
-    "Return exponentials, logarithms and reciprocals per channel and step; the same in both directions."
+    "Return exponentials, logarithms and reciprocals per channel and step, in either direction."
     own = {"decoupled": 1 + N, "s6": 3 + N} # a reciprocal, or an exponential, for every state
     return own.get(form, 2) + 2 * z # a sigmoid
 
@@ -78,7 +78,7 @@ def scan_floors(
     chunk: int = 0, # for exact by matrix products
     **traffic, # `z`, `itemsize`, `kept` of `scan_bytes`
 ) -> dict: # milliseconds by "bytes", "operations", "specials", "products"
-    "Return the least time of each resource; the largest is the floor, and no version runs faster."
+    "Return the least time of each resource; the largest is the floor."
     z, wide = traffic.get("z", True), B * T * D
     work = dict(bytes=scan_bytes(B, T, D, N, direction, **traffic),
                 operations=wide * scan_operations(form, N, direction, chunk, z),
@@ -133,7 +133,7 @@ def against(
     fast: bool, # kernels in Gluon, or the portable ones
     base=(8, 2048, 2048, 16), # the other sizes: B, T, D, N
 ) -> list:
-    "Return sorted (size, milliseconds forward and backward) of the cases that differ in one size only."
+    "Return sorted (size, milliseconds forward and backward) of cases that differ in one size."
     found = plain_rows(record, **dict(zip("BTDN", base)) | {axis: None}, form=form)
     found = [row for row in found if (row["kernels"] == form) == fast and row.get("section") in (None, "main", axis)]
     timed = [row for row in found if row.get("backward_ms")]
@@ -144,7 +144,7 @@ def draw_against(
     ax, record, axis, base=(8, 2048, 2048, 16), # as for `against`
     forms=tuple(OF_FORM), # to draw
 ):
-    "Draw milliseconds against one size: full marks for fast kernels, empty ones for portable; attention if timed."
+    "Draw milliseconds against one size: full marks are fast kernels, empty ones portable."
     from longhorn_kit.plots import COLORS, label_ends
     for form, fast in itertools.product(forms, (True, False)):
         color, points = COLORS[OF_FORM[form]], against(record, axis, form, fast, base)

@@ -24,7 +24,7 @@ from longhorn_kit.scan.triton_portable import (
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit
 def _conv_slot(slot, cu_ptr, seq_ptr, T, L, SLOTS, PACKED: tl.constexpr):
-    # L steps of one sequence: (sequence, batch row, its first token, row of the output, length, first step).
+    # L steps of a sequence: (sequence, batch row, first token, row of the output, length, first step).
     if PACKED:
         seq = tl.load(seq_ptr + slot).to(tl.int64)
         start = tl.load(cu_ptr + seq).to(tl.int64)
@@ -46,7 +46,7 @@ def _taps(w_ptr, d, md, W: tl.constexpr):
 
 @triton.jit
 def _input(x_ptr, h0_ptr, t, d, m, sx_t, W: tl.constexpr, HAS_H0: tl.constexpr):
-    # Input t of channels d; before the first step (t < 0) it comes out of the initial state.
+    # Input t of channels d; for t < 0 from the initial state.
     x = tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m & (t >= 0), other=0.0).to(tl.float32)
     if HAS_H0:
         x += tl.load(h0_ptr + d.to(tl.int64) * (W - 1) + (t + W - 1), mask=m & (t < 0), other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def _conv_bwd_kernel(
         T, SLOTS, D, ND, sx_b, sx_t, sg_b, sg_t, sa_b, sa_t,
         W: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BD: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PACKED: tl.constexpr):
-    # BD channels over R runs of L steps side by side; two windows slide, over inputs and over gradients.
+    # BD channels over R runs of L steps side by side; windows slide over inputs and gradients.
     pid = tl.program_id(0)
     slot = pid // ND
     seq, batch, start, row, length, first = _conv_slot(slot, cu_ptr, seq_ptr, T, R * L, SLOTS, PACKED)
@@ -305,7 +305,7 @@ def conv_plan(
     B: int, T: int, D: int,
     direction: str = "forward", gradients: int = 1, # or "backward"; gradients of the output there
 ) -> ConvPlan:
-    "Block sizes for a shape. No bit of outputs and gradients of inputs depends on them."
+    "Choose block sizes. No bit of outputs and gradients of inputs depends on them."
     forward = direction == "forward"
     BD = min(128 if forward else 256, max(32, triton.next_power_of_2(D)))
     L, enough = (32, 8192) if forward else (64, 1024)
@@ -315,7 +315,7 @@ def conv_plan(
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-025
 def _slots(steps, x, cu_seqlens):
-    # Sequences, slots of a sequence (if not packed), all slots, and the sequence of each (if packed).
+    # Sequences, slots of a sequence (unless packed), all slots, and the sequence of each (if packed).
     B, T, _ = x.shape
     each = max(1, _cdiv(T, steps))
     if cu_seqlens is None:
@@ -332,7 +332,7 @@ def conv_forward(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,W-1), (n+1,)
     silu: bool, final: bool, plan: ConvPlan | None = None,
 ):
-    "Run the forward: y (B,T,D) and the final state (n,D,W-1), both in x.dtype; the latter empty unless `final`."
+    "Run the forward: y (B,T,D) and the final state (n,D,W-1), empty unless `final`, both in x.dtype."
     x, (weight, bias, initial_state) = _last_contiguous(x), _contiguous(weight, bias, initial_state)
     (B, T, D), W = x.shape, weight.shape[1]
     p = plan or conv_plan(B, T, D)
@@ -353,7 +353,7 @@ def conv_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     silu: bool, plan: ConvPlan | None = None, also: Tensor | None = None, # (B,T,D) a second gradient of y, to be added
 ):
-    "Gradients (dx, dweight, dbias, dinitial), None where the input was None. No atomics: the bits repeat."
+    "Return dx, dweight, dbias, dinitial; None if the input was None. No atomics: the bits repeat."
     if also is not None and initial_state is not None: # the small kernel of its gradient takes one
         dy, also = dy + also, None
     x, dy, also = map(_last_contiguous, (x, dy, also))
@@ -437,7 +437,7 @@ once_only(_short_conv_backward, "causal_conv1d has no second derivative with bac
 
 
 class _Twice(torch.autograd.Function):
-    # The convolution with y as two tensors over the same memory, whose gradients come one by one.
+    # The convolution with y as two tensors over the same memory.
     @staticmethod
     def forward(ctx, *inputs):
         y, last = torch.ops.longhorn_kit.short_conv.default(*inputs)
@@ -499,7 +499,7 @@ def _(x_t, state, weight, bias, silu):
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
 def unwatched() -> bool:
-    "Return whether nothing traces, compiles or intercepts PyTorch's operations at this moment."
+    "Return whether nothing traces, compiles or intercepts PyTorch's operations now."
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 

@@ -75,7 +75,7 @@ def _trial(form, T, D, N, bounds, device):
 
 
 def _disagreement(device):
-    # Why fast and portable kernels do not agree on small cases, with an unknown Triton; None if they do.
+    # Why fast and portable kernels disagree on small cases; None if they agree.
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -115,7 +115,7 @@ def scan_path(form, q, k, x, checkpoint_every=0):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-015
 def _path_kernels(path, form, checkpoint_every=0):
-    # (plan, forward, backward) with one signature; those that know S6 also take A.
+    # (plan, forward, backward) with one signature; S6 adds A.
     if path == "diagonal":
         return diagonal_plan, diagonal_forward, diagonal_backward
     if path == "exact":
@@ -135,14 +135,14 @@ def _sizes(k, x, cu_seqlens, direction):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-017
 def _spacing(checkpoint, N):
-    # Steps between the states kept for the backward, 0 for the kernels' own; a state is 4 N bytes per channel.
+    # Steps between the states kept for the backward, 0 for the kernels' choice; a state is 4 N bytes per channel.
     if checkpoint == "small":
         return 4 * max(4, triton.next_power_of_2(N))
     return 0 if checkpoint == "fast" else checkpoint
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-020
 def _stretch(path, k, x, cu_seqlens, checkpoint_every):
-    # How a fast path saves memory: None, not at all; 0, by a second forward; L, by one that starts every L steps.
+    # How a fast path saves memory: None, not; 0, by a second forward; L, by one from every L-th step.
     if path == "portable" or checkpoint_every <= OWN_SPACING[path]:
         return None
     L, (B, T, D) = max(checkpoint_every, 64), x.shape

@@ -23,7 +23,7 @@ INTERPRETED = triton.knobs.runtime.interpret # the kernels below run in Python, 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-009
 @triton.jit
 def _softplus(v):
-    # log1p(e) as log(u) * e / (u - 1) with u = 1 + e: exact to rounding for every e, also where 1 + e rounds.
+    # log1p(e) as log(u) * e / (u - 1) with u = 1 + e: exact to rounding for every e.
     e = tl.exp(-tl.abs(v))
     u = 1.0 + e
     small = u == 1.0
@@ -37,7 +37,7 @@ def _sigmoid(v):
 
 @triton.jit
 def _exp_minus(v):
-    # exp(-v), never infinite. The hardware's maximum drops NaN unless told otherwise: a wrong logit would look right.
+    # exp(-v), never infinite. The hardware's maximum drops NaN, and a wrong logit would look right.
     return tl.exp(-tl.maximum(v, -80.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -117,7 +117,7 @@ def _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C: tl.constexpr, PACKED: tl.con
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-015
 @triton.jit
 def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
-    # Rows of U steps from t0, as they are in memory; zeros past the end.
+    # Rows of U steps from t0; zeros past the end.
     rows = ()
     for u in tl.static_range(U):
         rows = rows + (tl.load(ptr + (t0 + u) * stride, mask=md & (t0 + u < length), other=0.0),)
@@ -126,7 +126,7 @@ def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
 
 @triton.jit
 def _load_group(x_ptr, b_ptr, z_ptr, kk_ptr, t0, length, md, sx_t, sb_t, sz_t, U: tl.constexpr, HAS_Z: tl.constexpr):
-    # x, logits, gate and |k|^2 of U steps from t0 (int64), as they are in memory; zeros past the end.
+    # x, logits, gate and |k|^2 of U steps from t0 (int64); zeros past the end.
     zs = ()
     kks = ()
     if HAS_Z:
@@ -261,7 +261,7 @@ def _adjoint_kernel(
         T, LS, SLOTS, D, N, ND, sb_b, sb_t, sz_b, sz_t, sg_b, sg_t,
         RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr, WIDTH: tl.constexpr,
         B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr):
-    # The adjoint of a segment alone (nothing enters from the right) and its decay product.
+    # The adjoint of a segment alone and its decay product.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -566,7 +566,7 @@ def portable_plan(
     checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
     segment: int | None = None, block: int | None = None, # steps (0: no segments), channels; None: by shape
 ) -> PortablePlan:
-    "Block sizes and segments for a shape. Packing changes no bit of a sequence."
+    "Choose block sizes and segments. Packing changes no bit of a sequence."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
     fastest = (4 if rule in ("s6", "s6_time_varying", "decoupled") else 8) if small else 32
     kept = checkpoint_every or fastest
@@ -605,7 +605,7 @@ def _contiguous(*tensors):
 
 
 def _empty(like):
-    # Makes memory on the device of a tensor: (*shape, dtype) -> tensor.
+    # Memory on the device of a tensor: (*shape, dtype) -> tensor.
     return lambda *shape, dtype=torch.float32: torch.empty(shape, device=like.device, dtype=dtype)
 
 
@@ -647,7 +647,7 @@ def clear_outside(
 def portable_tokens(
     plan: PortablePlan, q: Tensor, k: Tensor, A: Tensor | None, # (B,T,N); A for "s6_time_varying"
 ):
-    "k, q (and A) of every token in one padded fp32 row (B T, WIDTH NP), and |k|^2 (B T)."
+    "Return k, q (and A) of tokens as padded fp32 rows (B T, WIDTH NP), and |k|^2 (B T)."
     tok, kk = _empty(k)(plan.rows, plan.width * plan.NP), _empty(k)(plan.rows)
     A = A if plan.width == 3 else None
     if plan.rows:
@@ -703,7 +703,7 @@ def _stored(dtype):
 
 
 def _wide_gradients(x, b, z, scalar):
-    # Memory (B,T,D) for the gradients of x, of b before its sum over channels if it has one, and of z.
+    # Memory (B,T,D) for the gradients of x, b (before a sum over channels) and z.
     dtypes = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
     return [None if dtype is None else _empty(x)(*x.shape, dtype=_stored(dtype)) for dtype in dtypes]
 
@@ -776,7 +776,7 @@ def _sum_of_rows(parts, dtype, turned=False):
 
 
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
-    # Sums over channel blocks, slots and channels, in a fixed order, in the inputs' dtypes.
+    # Sums over channel blocks, slots and channels in a fixed order.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
@@ -817,7 +817,7 @@ def portable_backward(
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
     A: Tensor | None, cu_seqlens: Tensor | None,
 ):
-    "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial), None for an input that was None; the bits repeat."
+    "Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input was None. The bits repeat."
     p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
