@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from fla_files import naive, ops_folder
@@ -54,8 +53,7 @@ def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
     exact = with_gradients(t, "reference")
     rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
     for a, b in zip(rounded, exact):
-        assert a.isfinite().all()
-        assert (a - b).norm() <= 2e-5 * b.norm()
+        assert a.isfinite().all() and (a - b).norm() <= 2e-5 * b.norm()
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -159,8 +157,7 @@ def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
 SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_scan` relies on
     "chunk_gla": ("gla", "q k v g"), "chunk_simple_gla": ("simple_gla", "q k v g"), "chunk_rwkv6": ("rwkv6", "r k v w u"),
     "chunk_delta_rule": ("delta_rule", "q k v beta"), "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),
-    "chunk_kda": ("kda", "q k v g beta"),
-}
+    "chunk_kda": ("kda", "q k v g beta")}
 
 
 def test_the_kernels_take_the_arguments_in_this_order():
@@ -176,8 +173,7 @@ def test_the_kernels_take_the_arguments_in_this_order():
 ROUTES = {  # decay, delta rule: the function for it, and the one where gradients of one decay a head are wrong
     ("none", False): ("chunk_simple_gla", "chunk_simple_gla"), ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
     ("head", False): ("chunk_simple_gla", "chunk_gla"), ("head", True): ("chunk_gated_delta_rule", "chunk_kda"),
-    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda"),
-}
+    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda")}
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -263,8 +259,7 @@ def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus
     (dict(beta=torch.zeros(2, 37, 3), bonus=torch.zeros(3, 5)), "bonus is given together with beta"),
     (dict(q=torch.zeros(2, 37, 5)), r"q has shape \(2, 37, 5\); expected \(B, T, H, N\)"),
     (dict(backend="fast"), "backend is 'fast'; expected one of 'auto', 'fla', 'chunked', 'reference'"),
-    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU"),
-])
+    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU")])
 def test_mistakes_are_told_in_one_line(change, message):
     t = draw("none", False, False, dtype=torch.float32) | change
     with pytest.raises(ValueError, match=message) as error:
