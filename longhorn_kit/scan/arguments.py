@@ -112,7 +112,7 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
-_READ = WeakIdKeyDictionary() # bounds that were read: their version then, and their values
+_READ = WeakIdKeyDictionary() # bounds that were read: version and values
 
 def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
     "Return the values; wait for the GPU only the first time and after a change in place."
@@ -170,7 +170,7 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
     return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
-HAS_TRITON = find_spec("triton") is not None # looked up once: torch.compile cannot trace the look-up
+HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives follow one of these; they see no kernels."

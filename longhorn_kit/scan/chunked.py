@@ -257,7 +257,6 @@ def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
-    # One sequence at a time, each with its tape.
     whole = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
     for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
         one, dy_i = slice(i, i + 1), dy[:, rows].contiguous()
@@ -324,7 +323,7 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
     chunk, keep = chunk or chunk_length(form, *x.shape, k.shape[-1]), learns and not torch.compiler.is_exporting()
-    scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook that defines it again means its own
+    scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
     y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
     if cu_seqlens is not None: # rows of no sequence stay zero and pass no gradient

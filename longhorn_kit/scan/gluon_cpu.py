@@ -38,7 +38,7 @@ class Pointer:
         return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n10
-def _places(shape, layout): # of all elements in shared memory: in order, or by the vectors of a SharedLinearLayout
+def _places(shape, layout): # of all elements: in order, or by a SharedLinearLayout
     in_order = torch.arange(math.prod(shape)).view(*shape)
     vectors = getattr(layout, "offset_bases", None)
     if vectors is None:
@@ -54,7 +54,7 @@ def _places(shape, layout): # of all elements in shared memory: in order, or by 
 
 
 class Shared:
-    "A buffer in shared memory, or a part of one: a memory, and the place in it of every element."
+    "A buffer in shared memory or a part: a memory and the place of every element."
     def __init__(self, memory, places):
         self.memory, self.places, self.shape = memory, places, places.shape
 
@@ -89,7 +89,7 @@ class Interpreter:
     def arange(self, first, end, layout): return _block(torch.arange(first, end))
     def full(self, shape, value, dtype, layout): return _block(torch.full(shape, value, dtype=dtype))
     def zeros(self, shape, dtype, layout): return self.full(shape, 0, dtype, layout)
-    def minimum(self, a, b, propagate_nan=None): # drops NaN unless told otherwise, as the hardware does
+    def minimum(self, a, b, propagate_nan=None): # drops NaN, as the hardware does
         return (torch.fmin if propagate_nan is None else torch.minimum)(_block(a), _block(b))
 
     def maximum(self, a, b, propagate_nan=None):
@@ -156,7 +156,7 @@ class Interpreter:
                 shared.store(values)
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n15
-def _known(v, gl): # at compile time: functions, also those of a named tuple, and constants
+def _known(v, gl): # at compile time: functions and constants
     if isinstance(v, GluonJITFunction):
         return lambda *args: _in_python(v, gl)(*args)
     if isinstance(v, tuple) and hasattr(v, "_fields"):

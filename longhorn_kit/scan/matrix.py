@@ -107,7 +107,7 @@ def between_chunks(q, k, u, w, inside, fade, S):
     return torch.stack(reads, 2), S
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-026
-STRONGEST = -800 # log decay that leaves nothing, in float64 too; sums of stronger ones, of -inf first, lose the weaker
+STRONGEST = -800 # log decay that leaves nothing, in float64 too; sums with -inf would lose the others
 
 def chunked_matrix_scan(
     q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, # as for `reference_matrix_scan`

@@ -67,11 +67,11 @@ def causal_conv1d(
     output_final_state: bool = False, # return `(y, final_state)`
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton" or "torch"
-    twice: bool = False, # y as a pair over the same memory, for two readers: one kernel adds their gradients
+    twice: bool = False, # y as a pair over the same memory, for two readers
 ):
     """Run a causal convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
-    Gradients flow through everything, both states included; only "torch" can be differentiated twice.
+    All inputs get gradients; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""
     lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
     weight = check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,

@@ -42,7 +42,7 @@ def scan_bytes(
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-011
 PER_STATE = { # fp32 operations on each of the N states of a channel and step: (forward, backward)
     "diagonal": (4, 13), "decoupled": (6, 16), "s6": (4, 11), "exact": (3, 9)}
-PER_CHANNEL = dict(forward=30, backward=60) # rate, skip, gate, conversions: about this many, whatever the form
+PER_CHANNEL = dict(forward=30, backward=60) # rate, skip, gate, conversions: about this many
 
 def scan_operations(
     form: str, N: int,
@@ -52,7 +52,7 @@ def scan_operations(
 ) -> float:
     "Return the fp32 operations per channel and step; a fused multiply-add counts once."
     back = direction == "backward"
-    if form == "exact" and chunk: # substitution, and the split of states and corrections into two bfloat16 parts
+    if form == "exact" and chunk: # substitution, and splits into two bfloat16 parts
         return (1 + back) * (chunk / 2 + 3 + 3 * N / chunk) + PER_CHANNEL[direction]
     return (PER_STATE[form][back] + (back and z)) * N + PER_CHANNEL[direction]
 
