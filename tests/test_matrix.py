@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from fla_files import naive, ops_folder
-from longhorn_kit.scan import matrix
+from longhorn_kit.scan import fla, matrix
 from longhorn_kit.scan.matrix import chunked_matrix_scan, matrix_scan, matrix_step
 
 CASES = [case for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
@@ -54,8 +53,7 @@ def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
     exact = with_gradients(t, "reference")
     rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
     for a, b in zip(rounded, exact):
-        assert a.isfinite().all()
-        assert (a - b).norm() <= 2e-5 * b.norm()
+        assert a.isfinite().all() and (a - b).norm() <= 2e-5 * b.norm()
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -149,9 +147,9 @@ def test_low_precision_keeps_a_float32_state_even_under_autocast():
 
 def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace(chunk_gla="the kernel"))
-    matrix._tunes_first.cache_clear()
+    fla._tunes_first.cache_clear()
     for _ in range(2):
-        assert matrix.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0] == "the kernel"
+        assert fla.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0] == "the kernel"
     (line,) = caplog.messages
     assert "tunes chunk_gla when it first runs" in line
 
@@ -159,8 +157,7 @@ def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
 SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_scan` relies on
     "chunk_gla": ("gla", "q k v g"), "chunk_simple_gla": ("simple_gla", "q k v g"), "chunk_rwkv6": ("rwkv6", "r k v w u"),
     "chunk_delta_rule": ("delta_rule", "q k v beta"), "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),
-    "chunk_kda": ("kda", "q k v g beta"),
-}
+    "chunk_kda": ("kda", "q k v g beta")}
 
 
 def test_the_kernels_take_the_arguments_in_this_order():
@@ -176,15 +173,14 @@ def test_the_kernels_take_the_arguments_in_this_order():
 ROUTES = {  # decay, delta rule: the function for it, and the one where gradients of one decay a head are wrong
     ("none", False): ("chunk_simple_gla", "chunk_simple_gla"), ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
     ("head", False): ("chunk_simple_gla", "chunk_gla"), ("head", True): ("chunk_gated_delta_rule", "chunk_kda"),
-    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda"),
-}
+    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda")}
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
 @pytest.mark.parametrize("triton, capability, wrong", [((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)])
 def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus, triton, capability, wrong):
     "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
-    monkeypatch.setattr(matrix, "TRITON", triton)
+    monkeypatch.setattr(fla, "TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     called = []
     def kernel(name, order):
@@ -216,13 +212,13 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
-    matrix._fla_trouble.cache_clear()
+    fla._fla_trouble.cache_clear()
     count = CompileCounter()
     try:
-        asked = torch.compile(lambda x: 2 * x if matrix.fla_trouble() is None else x, backend=count)
+        asked = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
         assert asked(torch.ones(2)).tolist() == [2, 2] and count.frame_count == 1
     finally:
-        matrix._fla_trouble.cache_clear()
+        fla._fla_trouble.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
             del sys.modules[name]
 
@@ -238,7 +234,7 @@ def test_autocast_does_not_break_compiled_code():
 def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
     t = {name: tensor.cuda() for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=N, P=P, strongest=1.0).items()}
     low = {name: tensor.bfloat16() if name in ("q", "k", "x", "beta") else tensor.float() for name, tensor in t.items()}
-    if obstacle := matrix.fla_obstacle(low["q"], low["x"], low.get("beta")):
+    if obstacle := fla.fla_obstacle(low["q"], low["x"], low.get("beta")):
         pytest.skip(obstacle)
     same = {name: tensor.double() for name, tensor in low.items()}
     for a, b in zip(with_gradients(low, "fla"), with_gradients(same, "chunked")):
@@ -250,7 +246,7 @@ def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
 @pytest.mark.parametrize("N, P", [(64, 64), (96, 192)])
 def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus, N, P):
     "On every GPU, so also where the functions for one decay a head would be right."
-    monkeypatch.setattr(matrix, "one_a_head_fails", lambda device: True)
+    monkeypatch.setattr(fla, "one_a_head_fails", lambda device: True)
     test_the_kernels_agree_on_a_gpu("head", delta, bonus, N, P)
 
 
@@ -263,8 +259,7 @@ def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus
     (dict(beta=torch.zeros(2, 37, 3), bonus=torch.zeros(3, 5)), "bonus is given together with beta"),
     (dict(q=torch.zeros(2, 37, 5)), r"q has shape \(2, 37, 5\); expected \(B, T, H, N\)"),
     (dict(backend="fast"), "backend is 'fast'; expected one of 'auto', 'fla', 'chunked', 'reference'"),
-    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU"),
-])
+    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU")])
 def test_mistakes_are_told_in_one_line(change, message):
     t = draw("none", False, False, dtype=torch.float32) | change
     with pytest.raises(ValueError, match=message) as error:
@@ -275,10 +270,10 @@ def test_mistakes_are_told_in_one_line(change, message):
 def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     q = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64))
     x = lambda dtype: SimpleNamespace(dtype=dtype)
-    monkeypatch.setattr(matrix, "fla_trouble", lambda: None)
-    assert "not float64" in matrix.fla_obstacle(q, x(torch.float64), None)
-    assert "delta rule takes bfloat16" in matrix.fla_obstacle(q, x(torch.float32), 1)
-    assert matrix.fla_obstacle(q, x(torch.bfloat16), 1) is None
+    monkeypatch.setattr(fla, "fla_trouble", lambda: None)
+    assert "not float64" in fla.fla_obstacle(q, x(torch.float64), None)
+    assert "delta rule takes bfloat16" in fla.fla_obstacle(q, x(torch.float32), 1)
+    assert fla.fla_obstacle(q, x(torch.bfloat16), 1) is None
     assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), 1) == "fla"
     assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
     assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"

@@ -212,8 +212,7 @@ def message(text):
     return pytest.raises(ValueError, match=re.escape(text))
 
 
-BAD = {
-    "q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B, T, N)"),
+BAD = {"q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B, T, N)"),
     "k": (dict(k=torch.zeros(2, 9, 3)), "k has shape (2, 9, 3); expected (2, 9, 4) to match q"),
     "x": (dict(x=torch.zeros(2, 8, 5)), "x has shape (2, 8, 5); expected (2, 9, D) to match q"),
     "b": (dict(b=torch.zeros(2, 9, 4)), "b has shape (2, 9, 4); expected (2, 9, 5) or (2, 9, 1) to match x"),
@@ -237,8 +236,7 @@ BAD = {
     "dtype": (dict(cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens is torch.float32; expected an int32 or int64 tensor"),
     "list": (dict(cu_seqlens=[0, 9]), "cu_seqlens is list; expected an int32 or int64 tensor"),
     "axes": (dict(cu_seqlens=torch.tensor([[0, 9]])), "cu_seqlens has shape (1, 2); expected (n+1,) for n >= 1 sequences"),
-    "nothing": (dict(cu_seqlens=torch.tensor([0])), "cu_seqlens has shape (1,); expected (n+1,) for n >= 1 sequences"),
-}
+    "nothing": (dict(cu_seqlens=torch.tensor([0])), "cu_seqlens has shape (1,); expected (n+1,) for n >= 1 sequences")}
 
 
 @pytest.mark.parametrize("change, text", BAD.values(), ids=BAD)

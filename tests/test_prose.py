@@ -209,9 +209,7 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
         "1.38 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 0),
         "1.35 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
 }
-GIVEN = { # page -> number as written -> why no record of ours holds it
-    "nbs/scan/16_speed.ipynb": dict.fromkeys(("1.53 ms", "0.29 ms", "3.34 ms"), "aims, set before the kernels were written"),
-}
+GIVEN = {} # page -> number as written -> why no record of ours holds it
 
 
 def unsourced(page):

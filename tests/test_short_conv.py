@@ -273,8 +273,7 @@ X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "cu_seqlens ends at 6; expected 5, the length of x"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])), "expected an int32 or int64 tensor"),
     (lambda: causal_conv1d_step(X[:, 0], X[..., :2], WEIGHT), r"state has shape \(2, 5, 2\); expected \(2, 3, 3\) to match x_t and weight"),
-    (lambda: causal_conv1d_step(X[0, 0], X, WEIGHT), r"x_t has shape \(3,\); expected \(B, D\)"),
-])
+    (lambda: causal_conv1d_step(X[0, 0], X, WEIGHT), r"x_t has shape \(3,\); expected \(B, D\)")])
 def test_mistakes_are_told_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as problem:
         call()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .chunked import in_range, once_only, traced
+from .arguments import in_range, traced
+from .chunked import once_only
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
@@ -41,7 +42,7 @@ def _portable_instead(why): # cached: a reason is logged once
 
 @cache
 def fast_kernels_work(device: int) -> bool: # index of the GPU
-    "Whether the fast kernels may run on a GPU, else the portable ones do; logs one line if not."
+    "Return whether the fast kernels may run on a GPU; log the reason if not."
     why = _obstacle
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
@@ -57,7 +58,7 @@ TRIAL = ( # T, D, N, bounds of packed sequences: several segments; the second al
 
 
 def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case by the fast kernels, then by the portable ones.
+    # Results and gradients of one case by fast, then by portable kernels.
     new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
     rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
@@ -74,7 +75,7 @@ def _trial(form, T, D, N, bounds, device):
 
 
 def _disagreement(device):
-    # Why fast and portable kernels do not agree on small cases, with an unknown Triton; None if they do.
+    # Why fast and portable kernels disagree on small cases; None if they agree.
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -104,7 +105,7 @@ def _not_taken(form, q, k, checkpoint_every):
 
 
 def scan_path(form, q, k, x, checkpoint_every=0):
-    "The kernels that a scan of these tensors runs on: its form's own (fast), by the form's name, or \"portable\"."
+    "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
     if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
         return "portable"
     why = _not_taken(form, q, k, checkpoint_every)
@@ -114,7 +115,7 @@ def scan_path(form, q, k, x, checkpoint_every=0):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-015
 def _path_kernels(path, form, checkpoint_every=0):
-    # (plan, forward, backward) with one signature; those that know S6 also take A.
+    # (plan, forward, backward) with one signature; S6 adds A.
     if path == "diagonal":
         return diagonal_plan, diagonal_forward, diagonal_backward
     if path == "exact":
@@ -134,23 +135,22 @@ def _sizes(k, x, cu_seqlens, direction):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-017
 def _spacing(checkpoint, N):
-    # Steps between the states kept for the backward, 0 for the kernels' own; a state is 4 N bytes per channel.
+    # Steps between the states kept for the backward, 0 for the kernels' choice; a state is 4 N bytes per channel.
     if checkpoint == "small":
         return 4 * max(4, triton.next_power_of_2(N))
     return 0 if checkpoint == "fast" else checkpoint
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-020
 def _stretch(path, k, x, cu_seqlens, checkpoint_every):
-    # How a fast path saves memory: None, not at all; 0, by a second forward; L, by one that starts every L steps.
+    # How a fast path saves memory: None, not; 0, by a second forward; L, by one from every L-th step.
     if path == "portable" or checkpoint_every <= OWN_SPACING[path]:
         return None
     L, (B, T, D) = max(checkpoint_every, 64), x.shape
-    # The exact form makes all of its states again: stretches of it have not been timed.
     return L if path != "exact" and cu_seqlens is None and B * D <= 8192 and T % L == 0 else 0
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021
 def _thin(path, L, ckpt, B):
-    # Every L steps a state, of those that a forward wrote.
+    # One state every L steps, of those that a forward wrote.
     return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
 
 
@@ -253,7 +253,7 @@ once_only(_scan_backward,
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-030
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
                 cu_seqlens=None, checkpoint="fast"):
-    "`longhorn_scan`, or with A `selective_scan`, on checked arguments: (out (B,T,D), final state (n,D,N) in float32)."
+    "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
     form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -23,7 +23,7 @@ INTERPRETED = triton.knobs.runtime.interpret # the kernels below run in Python, 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-009
 @triton.jit
 def _softplus(v):
-    # log1p(e) as log(u) * e / (u - 1) with u = 1 + e: exact to rounding for every e, also where 1 + e rounds.
+    # log1p(e) as log(u) * e / (u - 1) with u = 1 + e: exact to rounding for every e.
     e = tl.exp(-tl.abs(v))
     u = 1.0 + e
     small = u == 1.0
@@ -37,13 +37,13 @@ def _sigmoid(v):
 
 @triton.jit
 def _exp_minus(v):
-    # exp(-v), never infinite. The hardware's maximum drops NaN unless told otherwise: a wrong logit would look right.
+    # exp(-v), never infinite. The hardware's maximum drops NaN, and a wrong logit would look right.
     return tl.exp(-tl.maximum(v, -80.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _rate(v, kk, inside, RULE: tl.constexpr):
-    # What a channel needs of its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
+    # The rate of a channel from its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
     if RULE >= S6:
         return tl.where(inside, _softplus(v), 0.0)
     em = _exp_minus(v)
@@ -66,7 +66,7 @@ def _advance(S, k, w, x, A, RULE: tl.constexpr):
 
 @triton.jit
 def _gate(k, w, A, RULE: tl.constexpr):
-    # What multiplies the old state, elementwise; the exact form has no such gate.
+    # The factor of the old state, elementwise; the exact form has no such gate.
     if RULE == DIAGONAL:
         return 1.0 - k * w * k
     if RULE == DECOUPLED:
@@ -117,7 +117,7 @@ def _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C: tl.constexpr, PACKED: tl.con
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-015
 @triton.jit
 def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
-    # Rows of U steps from t0, as they are in memory; zeros past the end.
+    # Rows of U steps from t0; zeros past the end.
     rows = ()
     for u in tl.static_range(U):
         rows = rows + (tl.load(ptr + (t0 + u) * stride, mask=md & (t0 + u < length), other=0.0),)
@@ -126,7 +126,7 @@ def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
 
 @triton.jit
 def _load_group(x_ptr, b_ptr, z_ptr, kk_ptr, t0, length, md, sx_t, sb_t, sz_t, U: tl.constexpr, HAS_Z: tl.constexpr):
-    # x, logits, gate and |k|^2 of U steps from t0 (int64), as they are in memory; zeros past the end.
+    # x, logits, gate and |k|^2 of U steps from t0 (int64); zeros past the end.
     zs = ()
     kks = ()
     if HAS_Z:
@@ -145,7 +145,7 @@ def _scan_fwd_kernel(
         PAIR: tl.constexpr,
         WIDTH: tl.constexpr, B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
         HAS_Z: tl.constexpr, HAS_H0: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr):
-    # MODE 0: whole sequences. 1: a segment's own state and decay product. 2: a segment from the state that enters it.
+    # MODE 0: whole sequences. 1: state and decay product of a segment alone. 2: a segment from the state that enters.
     # 3: as 2, for its checkpoints alone.
     pid = tl.program_id(0)
     slot = pid // ND
@@ -228,7 +228,7 @@ def _scan_fwd_kernel(
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "D", "N", "NBLOCKS"])
 def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NBLOCKS,
                   BLOCK: tl.constexpr, HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr):
-    # Turns each segment's state into the state that enters it, in place: a program per sequence and block of states.
+    # Turns each segment's state into the state that enters it, in place, per sequence and block of states.
     pid = tl.program_id(0)
     seq = (pid // NBLOCKS).to(tl.int64)
     i = (pid % NBLOCKS) * BLOCK + tl.arange(0, BLOCK)
@@ -261,7 +261,7 @@ def _adjoint_kernel(
         T, LS, SLOTS, D, N, ND, sb_b, sb_t, sz_b, sz_t, sg_b, sg_t,
         RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr, WIDTH: tl.constexpr,
         B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr):
-    # A segment's own adjoint (nothing entering from the right) and its decay product.
+    # The adjoint of a segment alone and its decay product.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -323,7 +323,7 @@ def _adjoint_kernel(
 def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr,
               dx_ptr, db_ptr, dz_ptr, dtok_ptr, D,
               RULE: tl.constexpr, NP: tl.constexpr, WIDTH: tl.constexpr, HAS_Z: tl.constexpr):
-    # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 from the right, without this read-out.
+    # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 without this read-out.
     t64 = row * 0 + t
     m = md & (t < length)
     inside = (n * 0 + t) < length
@@ -528,7 +528,7 @@ def _cdiv(a, b):
 
 
 def on_its_device(launch: Callable) -> Callable:
-    "`launch`, which starts kernels, with the GPU of its first tensor as the current one: there Triton starts them."
+    "Make the GPU of the first tensor the current one in `launch`: Triton starts kernels there."
     @functools.wraps(launch)
     def guarded(*args, **kwargs):
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).device
@@ -541,7 +541,7 @@ def on_its_device(launch: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class PortablePlan:
-    "Everything that a launch needs besides the tensors; a function of shapes and options alone."
+    "Settings of a launch; a function of shapes and options alone."
     rule: int | tuple; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
     n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
     kept: int = 0 # steps between the states that wait for the backward, if more than C
@@ -566,7 +566,7 @@ def portable_plan(
     checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
     segment: int | None = None, block: int | None = None, # steps (0: no segments), channels; None: by shape
 ) -> PortablePlan:
-    "Block sizes and segments for a shape. Packing changes no bit of a sequence."
+    "Choose block sizes and segments. Packing changes no bit of a sequence."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
     fastest = (4 if rule in ("s6", "s6_time_varying", "decoupled") else 8) if small else 32
     kept = checkpoint_every or fastest
@@ -605,7 +605,7 @@ def _contiguous(*tensors):
 
 
 def _empty(like):
-    # Makes memory on the device of a tensor: (*shape, dtype) -> tensor.
+    # Memory on the device of a tensor: (*shape, dtype) -> tensor.
     return lambda *shape, dtype=torch.float32: torch.empty(shape, device=like.device, dtype=dtype)
 
 
@@ -615,7 +615,7 @@ def _has(**tensors):
 
 
 def _segment_owner(plan, cu_seqlens):
-    # Which sequence each slot of a packed batch belongs to; slots past its last segment do nothing.
+    # The sequence of each slot of a packed batch; slots past its last segment do nothing.
     if cu_seqlens is None:
         return None
     first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
@@ -647,7 +647,7 @@ def clear_outside(
 def portable_tokens(
     plan: PortablePlan, q: Tensor, k: Tensor, A: Tensor | None, # (B,T,N); A for "s6_time_varying"
 ):
-    "k, q (and A) of every token in one padded fp32 row (B T, WIDTH NP), and |k|^2 (B T)."
+    "Return k, q (and A) of tokens as padded fp32 rows (B T, WIDTH NP), and |k|^2 (B T)."
     tok, kk = _empty(k)(plan.rows, plan.width * plan.NP), _empty(k)(plan.rows)
     A = A if plan.width == 3 else None
     if plan.rows:
@@ -698,12 +698,12 @@ def _across(states):
 
 
 def _stored(dtype):
-    # The interpreter truncates in a store to bfloat16; there results stay in float32 until the end.
+    # The interpreter truncates when it stores bfloat16, so results stay float32.
     return torch.float32 if INTERPRETED else dtype
 
 
 def _wide_gradients(x, b, z, scalar):
-    # Memory (B,T,D) for the gradients of x, of b before its sum over channels if it has one, and of z.
+    # Memory (B,T,D) for the gradients of x, b (before a sum over channels) and z.
     dtypes = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
     return [None if dtype is None else _empty(x)(*x.shape, dtype=_stored(dtype)) for dtype in dtypes]
 
@@ -718,9 +718,8 @@ def _carry(p, carry, decay, edge, cu_seqlens, reverse):
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
 def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N,
                 NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Gradients of k, q (and A) summed over the channel blocks, always in the same order, eight loads in flight.
+    # Gradients of k, q (and A) summed over channel blocks in a fixed order, eight loads in flight.
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
-    # The parts of a row lie side by side and are read together.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     part, n = (c // NP)[None, :], (c % NP)[None, :]
@@ -756,7 +755,7 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-035
 @triton.jit(do_not_specialize=["rows", "W", "D"])
 def _rows_kernel(parts_ptr, out_ptr, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums over the rows of (rows,W,D), always in the same order, as (D,W).
+    # Sums over the rows of (rows,W,D) in a fixed order, as (D,W).
     M = W * D
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -777,7 +776,7 @@ def _sum_of_rows(parts, dtype, turned=False):
 
 
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
-    # Sums over channel blocks, slots and channels, in a fixed order, in the inputs' dtypes.
+    # Sums over channel blocks, slots and channels in a fixed order.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
@@ -818,7 +817,7 @@ def portable_backward(
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
     A: Tensor | None, cu_seqlens: Tensor | None,
 ):
-    "Gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial), None for an input that was None; the bits repeat."
+    "Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input was None. The bits repeat."
     p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
