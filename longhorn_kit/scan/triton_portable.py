@@ -830,8 +830,7 @@ def portable_backward(
     dA = sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32) if p.rule == RULES["s6"] else None
     dinitial = new(p.n_seq, p.D, p.N)
     if p.n_seq * p.D:
-        tok, kk = portable_tokens(p, q, k, A)
-        owner = _segment_owner(p, cu_seqlens)
+        tok, kk, owner = *portable_tokens(p, q, k, A), _segment_owner(p, cu_seqlens)
         if p.kept > p.C and p.rows:
             ckpt = _rebuild(p, ckpt, tok, kk, x, b, bias, A, cu_seqlens, scalar)
         carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
