@@ -821,7 +821,7 @@ def portable_backward(
     p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
-    A = A.contiguous() if p.rule == RULES["s6"] else A # its rows may be the same one, or a part of wider ones
+    A = A.contiguous() if p.rule == RULES["s6"] else A # its rows may be one row or parts of wider ones
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok = new(p.blocks, p.rows, p.width * p.NP)
