@@ -74,12 +74,13 @@ def entries_of(cell: dict, module: str | None) -> list:
 
 
 def only_imports(source: str) -> bool:
-    "Is this a cell of imports and nothing else?"
+    "Is this a cell of imports, and calls that set something up?"
     try:
         body = ast.parse(source).body
     except SyntaxError: # a magic or a shell command
         return False
-    return bool(body) and all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+    imports = [isinstance(node, (ast.Import, ast.ImportFrom)) for node in body]
+    return any(imports) and all(found or isinstance(node, (ast.Expr, ast.If)) for node, found in zip(body, imports))
 
 
 def imported_names(notebook: dict) -> dict:
@@ -215,7 +216,7 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
                 fold(cell, marks.get("code-summary", "Code of the figure").strip().strip('"'))
             elif old.get("jupyter", {}).get("source_hidden"):
                 fold(cell, "Solution")
-            elif only_imports(cell["source"]):
+            elif not cell.get("outputs") and only_imports(cell["source"]):
                 fold(cell, "Imports")
         else:
             cell["source"] = local_links(cell["source"], path, files)
