@@ -6,6 +6,7 @@
 __all__ = ['MOVED', 'recorded_work', 'work_of', 'parts_of', 'scaled_parts', 'Plan', 'plan', 'plan_text']
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-003
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -224,10 +225,14 @@ def waiting_seconds(p: Plan) -> np.ndarray:
     return np.maximum(0, host - sum(p.work.values())) + p.blocks * waits()["ddp"] * (p.sharding == "ddp")
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-042
+def divisors(n: int) -> list:
+    "Return all divisors of a positive integer, sorted."
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
+
 def check_setting(train, tokenizer, gpus, gpu, micro_batches, network):
     "Raise ValueError if a setting cannot be planned."
     kind, batch, each = train.sharding, train.batch_size, max(1, gpus * (parts := max(1, micro_batches or 1)))
-    able = sorted((n for n in range(1, batch + 1) if batch % (n * parts) == 0), key=lambda n: abs(n - gpus))[:2]
+    able = sorted(divisors(batch // parts) if batch % parts == 0 else [], key=lambda n: abs(n - gpus))[:2]
     sizes = [f"a batch of {n * each}" for n in (batch // each, batch // each + 1) if n]
     for fine, sentence in (
         (gpus > 0, f"{gpus} GPUs cannot train; there must be 1 or more"),
@@ -257,7 +262,7 @@ def plan(
     gpu = f"NVIDIA {gpu.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
     check_setting(train, tokenizer, gpus, gpu, micro_batches, network)
     config, share = model_config(preset, mixer, VOCABULARY[tokenizer]), train.batch_size // gpus
-    parameters, tries = count_parameters(config), [n for n in range(1, share + 1) if share % n == 0]
+    parameters, tries = count_parameters(config), divisors(share)
     plans = [Plan(train, config, parameters, gpus, gpu, network, n)
              for n in ([micro_batches] if micro_batches else tries)]
     return next((p for p in plans if p.tokens <= PARTS[1] and p.peak[1] < FULL * GPUS[gpu]["memory"]), plans[-1])

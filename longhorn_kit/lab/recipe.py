@@ -60,12 +60,15 @@ class Recipe:
         return steps * self.batch_size
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-008
+LARGEST = 2**31 - 1 # of every count in a recipe
+
 def check_recipe(recipe):
     "Raise ValueError for the first impossible setting."
     least = dict.fromkeys(("steps", "batch_size", "gradient_accumulation_steps", "eval_every", "log_every",
                            "save_total_limit"), 1)
-    least |= dict.fromkeys(("clip", "weight_decay", "save_every", "save_seconds"), 0)
-    check_ranges(recipe, **{name: (low, math.inf) for name, low in least.items()}, lr=(0, sys.float_info.max),
+    least |= {"save_every": 0}
+    check_ranges(recipe, **{name: (low, LARGEST) for name, low in least.items()}, lr=(0, sys.float_info.max),
+                 **dict.fromkeys(("clip", "weight_decay", "save_seconds"), (0, math.inf)),
                  **dict.fromkeys(("min_lr_ratio", "beta1", "beta2", "ema"), (0, 1)), seed=(0, 2**63 - 1))
     if not 0 <= recipe.warmup < recipe.steps:
         raise ValueError(f"warmup is {recipe.warmup}; it must be in 0 to steps-1={recipe.steps - 1}")
@@ -88,7 +91,7 @@ class TrainConfig(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, context=(1, math.inf), loss_chunk=(0, math.inf))
+        check_ranges(self, context=(1, LARGEST), loss_chunk=(0, LARGEST))
         if self.compile and self.reset_documents:
             raise ValueError("compile and reset_documents cannot be combined, since every batch has other borders; "
                              "leave one of them out")

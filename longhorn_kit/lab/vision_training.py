@@ -22,7 +22,7 @@ from .claims import suggest
 from .images import (
     Augmented, ImageBatches, Images, count_broken, make_loader, open_data, open_part, transforms)
 from .processes import is_main_process, make_accelerator, together
-from .recipe import LossOnly, Recipe
+from .recipe import LARGEST, LossOnly, Recipe
 from .training import train
 from .use import model_folder
 from ..models.vision import timm
@@ -73,8 +73,8 @@ class VisionConfig(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, epochs=(1, math.inf), repeats=(1, math.inf), **dict.fromkeys(
-            ("img_size", "warmup_epochs", "workers"), (0, math.inf)), smoothing=(0, 1), drop_path=(0, 1))
+        check_ranges(self, epochs=(1, LARGEST), repeats=(1, 1000), workers=(0, 1024), **dict.fromkeys(
+            ("img_size", "warmup_epochs"), (0, LARGEST)), smoothing=(0, 1), drop_path=(0, 1))
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-008
 class VisionPreset(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
+from .mixer import build_mixer, check_number, check_sizes, product_dtype, shown, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-005-d
 class JSONConfig:
@@ -54,13 +54,12 @@ class LMConfig(JSONConfig):
 def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
     check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
-    if config.d_mlp != 0:
-        check_sizes(d_mlp=config.d_mlp)
+    check_sizes(0, d_mlp=config.d_mlp)
     for name in ("dropout", "norm_eps"):
         check_number(name, getattr(config, name), lambda v: 0 <= v <= 1, "from 0 to 1")
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
         if not isinstance(value := getattr(config, name), kind):
-            raise ValueError(f"{name} is {value!r}; expected a {kind.__name__}")
+            raise ValueError(f"{name} is {shown(value)}; expected a {kind.__name__}")
     with torch.device("meta"):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
 
@@ -192,8 +191,10 @@ def mean_loss(
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
     "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
+    expected = "(B, T)" if dims == 2 else "(B,)"
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens is {shown(tokens)}; expected a tensor of shape {expected}")
     if tokens.dim() != dims:
-        expected = "(B, T)" if dims == 2 else "(B,)"
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens has dtype {tokens.dtype}; expected torch.int64 or torch.int32")

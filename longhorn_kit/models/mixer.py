@@ -50,16 +50,20 @@ def build_mixer(name: str, d_model: int, /, **options) -> nn.Module:
     return MIXERS[name](d_model, **options)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
+def shown(value) -> str:
+    "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
+    return repr(value)[:80] if isinstance(value, (int, float, str, type(None))) else f"of type {type(value).__name__}"
+
 def check_sizes(least=1, /, **sizes):
     "Raise a `ValueError` for the first size that is not an integer of at least `least`."
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+            raise ValueError(f"{name} is {shown(value)}; expected an integer of at least {least}")
 
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` describes it."
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not valid(value):
-        raise ValueError(f"{name} is {value!r}; expected a number {expected}")
+        raise ValueError(f"{name} is {shown(value)}; expected a number {expected}")
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
@@ -84,7 +88,7 @@ class Mixer(nn.Module, ABC):
 
     def forward(self, x, cu_seqlens=None):
         "Map (B,T,d_model) to (B,T,d_model); with bounds (n+1,) of n documents in one row, each alone."
-        check_stream(x, 3, self.d_model)
+        check_stream(x, 3, self.d_model, self.out_proj.weight)
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
     @torch.compiler.disable # lengths are sizes of tensors
@@ -95,21 +99,28 @@ class Mixer(nn.Module, ABC):
 
     def prefill(self, x, cache=None):
         "Map the next T tokens (B,T,d_model) to outputs (B,T,d_model) and the cache after them."
-        check_stream(x, 3, self.d_model)
+        check_stream(x, 3, self.d_model, self.out_proj.weight)
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
         return self.run(x, cache, True)
 
     def step(self, x_t, cache):
         "Map the next token (B,d_model) to its output (B,d_model) and the cache after it."
-        y, cache = self.run(check_stream(x_t, 2, self.d_model)[:, None], cache, True)
+        y, cache = self.run(check_stream(x_t, 2, self.d_model, self.out_proj.weight)[:, None], cache, True)
         return y[:, 0], cache
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
-def check_stream(x: Tensor, dims: int, d_model: int) -> Tensor:
+def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = None) -> Tensor:
     "Return `x`, or raise a `ValueError` with the right shape: 3 `dims` for a sequence, 2 for a token."
+    shape = f"({'B, T, ' if dims == 3 else 'B, '}{d_model})"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x is {shown(x)}; expected a tensor of shape {shape}")
     if x.dim() != dims or x.shape[-1] != d_model:
-        shape = "(B, T, " if dims == 3 else "(B, "
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected {shape}{d_model})")
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected {shape}")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}; expected a floating-point dtype")
+    typed = weight is not None and weight.is_floating_point() and not torch.is_autocast_enabled(x.device.type)
+    if typed and x.dtype != weight.dtype:
+        raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 
 def wide(t: Tensor) -> Tensor:
@@ -196,7 +207,7 @@ class ScanMixer(ScanProjections):
 
     def step(self, x_t, cache, inplace=False):
         "As `Mixer.step`; the new cache is `cache` itself if `inplace`."
-        *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model), cache.conv, inplace)
+        *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model, self.out_proj.weight), cache.conv, inplace)
         y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
