@@ -102,7 +102,7 @@ def check_conv(
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
     fit["like"] = f"{name} and weight" if rows is None else "cu_seqlens and weight"
-    check_optional(state_name, state, (len(x) if rows is None else rows, D, weight.shape[1] - 1), **fit)
+    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[1] - 1), **fit)
     return weight
 
 
