@@ -35,7 +35,7 @@ def gram_matrix(K: Tensor) -> Tensor: # (B,L,N) keys of a chunk -> (L,L,B,1)
     return (K @ K.mT).permute(1, 2, 0).contiguous()[..., None]
 
 def causal_read(start: Tensor, M: Tensor, U: Tensor) -> Tensor: # (B,L,D) Q S, (B,L,L) lower(Q K^T), (B,L,D)
-    "Return `start + M U`; rows of U that are not finite reach no row before their own."
+    "Return `start + M U`; rows of U that are not finite reach no earlier row."
     if U.is_cpu and U[:, -1].isfinite().all(): # on a GPU this check would stall
         return torch.baddbmm(start, M, U)
     finite = U.isfinite()
