@@ -385,7 +385,7 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together(): # or the others would wait for a failed one
+                with together(): # or other processes would wait for a failed one
                     record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)

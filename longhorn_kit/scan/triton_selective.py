@@ -40,7 +40,7 @@ def _softplus_sigmoid(v):
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-015
 @gluon.jit
 def _delta(v, inside, RAGGED_T: gl.constexpr):
-    # Of a tile of logits; 0 past the end, where a state stays as it is.
+    # Delta of a tile of logits; 0 past the end, where a state stays as it is.
     w, slope = _softplus_sigmoid(v)
     return gl.where(inside, w, 0.0) if RAGGED_T else w
 
