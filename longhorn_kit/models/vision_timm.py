@@ -29,7 +29,7 @@ class VisionWeights(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, mode: str = ""):
-        "Draw small tokens and a small head; scale each block's output by 1/sqrt(depth)."
+        "Draw small tokens and a small head; scale each block's update by 1/sqrt(depth)."
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
