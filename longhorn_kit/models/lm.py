@@ -263,7 +263,7 @@ def sample(
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-040
 def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
-    "Return the generator of `seed`, or None; check all arguments."
+    "Return the generator of `seed`, or None; raise a `ValueError` for a wrong argument."
     check_tokens(tokens, 2, vocab_size)
     if tokens.shape[1] == 0:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")

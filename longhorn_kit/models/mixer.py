@@ -165,7 +165,7 @@ class ScanProjections(Mixer):
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
     def project_step(self, h_t, past, inplace=False):
-        "Project one token (B,d_model), as `project`."
+        "Project one token (B,d_model); see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
         x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
         q, k, dt_low_rank = self.split_x_proj(x)
@@ -195,7 +195,7 @@ class ScanMixer(ScanProjections):
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t, cache, inplace=False):
-        "Step as `Mixer` does; `inplace` returns `cache` itself."
+        "Step as `Mixer` does; `inplace` updates and returns `cache`."
         *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model), cache.conv, inplace)
         y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
