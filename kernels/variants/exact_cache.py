@@ -4,7 +4,8 @@
 
 Copies of less than 16 bytes, needed for widths that are not a multiple of 8, pass through the L1 cache, which gets the
 memory that shared memory leaves free. In column `driver` nothing is requested. The other columns are requests, in per
-cent of 228 KiB; the driver takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared with the default before it is timed.
+cent of 228 KiB; the driver takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared
+with the default before it is timed.
 """
 import argparse
 import json
