@@ -52,7 +52,7 @@ Settings = Annotated[S, tyro.conf.OmitArgPrefixes] # a dataclass, whose fields b
 
 @dataclass(frozen=True)
 class NoSettings:
-    "Stand for the settings of a command whose preset is not named yet."
+    "Stand in for the settings of a command whose preset is not named yet."
 
 def subcommand(name: str, kind: type, argv: list[str]) -> type:
     "Return the type from which tyro makes a subcommand, with the settings of the preset that was typed as defaults."

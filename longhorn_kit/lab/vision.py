@@ -166,7 +166,7 @@ def batches(
     seed: int = 0,
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
-    "Yield augmented batches, pass after pass, without the rest that fills no batch."
+    "Yield augmented batches, pass after pass; an incomplete last batch is dropped."
     generator, padded = torch.Generator().manual_seed(seed), F.pad(train.images, (s.pad,) * 4)
     M, span, device = len(train.labels), 2 * s.pad + 1, train.labels.device
     draw = lambda high: torch.randint(high, (M,), generator=generator)
@@ -178,7 +178,7 @@ def batches(
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-022
 def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor: # (B,C,H,W)
-    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored as (B,) numbers say."
+    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored by (B,) numbers."
     line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
     image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])

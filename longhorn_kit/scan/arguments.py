@@ -155,9 +155,9 @@ def check_cu_seqlens(
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n24
 def bounds_for_kernels(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None: # (n+1,), (1,T,D) -> (n+1,)
-    "Return checked bounds, contiguous; raise ValueError unless they are where x is."
+    "Return checked bounds, contiguous; raise ValueError unless they are on x's device."
     if cu_seqlens is not None and cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, like x")
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
 def in_range(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,) integers, rows of the batch
@@ -180,7 +180,7 @@ def transformed(*tensors) -> bool:
         t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
-    "Say why no Triton kernel can run these, the first called `name`; return None if one may."
+    "Return why no Triton kernel can run these, the first called `name`; None if one can."
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"{name} is on {first.device}, and they need a GPU"
     if not HAS_TRITON:

@@ -115,7 +115,7 @@ class S6Rule:
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n15
 class TimedS6Rule(S6Rule):
-    "The same with an input-dependent `A` (B,T,N), shared by the channels."
+    "S6 with an input-dependent `A` (B,T,N), shared by the channels."
     def __init__(self, k, x, v, A):
         super().__init__(k, x, v, A)
         self.rates = time_major(A)
