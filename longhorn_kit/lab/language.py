@@ -47,7 +47,7 @@ class Language(LMPreset):
     "One scale of the experiment."
     runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), the most telling first
     tokens: int = 0          # for every run; 0: as in the recipe
-    evaluations: int = 16    # in a run; only with `tokens`
+    evaluations: int = 16    # per run; only with `tokens`
     baselines: bool = False  # measure trigram counts and xz too, on bytes
     prompt: str = "    def " # for the samples
     sample: int = 0          # tokens to write after the prompt
@@ -75,7 +75,7 @@ PRESETS = {
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
 def recipe_of(config: Language) -> TrainConfig:
-    "Return the recipe: its steps from the tokens, an eighth of them warm-up."
+    "Return the recipe: steps follow from tokens, an eighth are warm-up."
     recipe = config.train
     if not config.tokens: return recipe
     steps = max(2, config.tokens // (recipe.batch_size * recipe.context))
@@ -84,7 +84,7 @@ def recipe_of(config: Language) -> TrainConfig:
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n12
 def text_of(config: Language) -> dict:
-    "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces no text or one on the hub."
+    "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces a missing text or one on the hub."
     data, local = config.data, os.environ.get("LONGHORN_TEXT")
     data = local if local and (not data or data.startswith("hf:")) else data
     if not data:
@@ -114,7 +114,7 @@ def run_job(settings: dict, folder: Path) -> dict:
     s, note = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
     texts = open_texts(**note["text"])
     if texts.summary() != s.text:
-        raise ValueError(f"the text {note['text']} is not that of this job; start the run again with the same text")
+        raise ValueError(f"the text {note['text']} is not the text of this job; restart the run with the same text")
     recipe = TrainConfig(**s.preset["train"] | note["speed"] | {"cpu": not s.gpu})
     preset, corpus = LMPreset("", **s.preset | {"train": recipe}), texts.corpus
     if s.mixer == "baselines":
@@ -150,7 +150,7 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
-    "Return the text, the runs done and the baselines."
+    "Return the text, the finished runs and the baselines."
     runs, levels = [], {}
     for settings in jobs(config, results):
         row = {name: part for name, part in (results.get(settings) or {}).items() if name not in ("settings", "sha256")}

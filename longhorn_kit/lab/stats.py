@@ -23,8 +23,8 @@ class Comparison:
     label: str                     # "exact above diagonal"
     differences: tuple = ()        # (seeds,) in `unit`; empty: not run
     unit: str = "points"
-    margin: float = 0.0            # the claim holds above minus this
-    searched: int = 1              # seeds on which the learning rates were chosen; 0: there was nothing to choose
+    margin: float = 0.0            # the claim holds above -margin
+    searched: int = 1              # seeds on which the learning rates were chosen; 0: no choice
     doubt: str = ""                # why there can be no verdict
     published: float | None = None # the paper's difference, same unit
 

@@ -47,7 +47,7 @@ class Throughput:
     mixers: tuple[str, ...] = (*MAIN, *SECOND, *OTHERS)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     compiled: tuple[bool, ...] = (False, True) # operation by operation, and with torch.compile
-    tokens: int = 65536      # per step, whatever the context
+    tokens: int = 65536      # per step, at any context
     gpu: bool = True
 
     def __post_init__(self):
@@ -62,13 +62,13 @@ def jobs(config: Throughput, results: Results):
                    tokens=config.tokens, gpu=config.gpu)
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-008
-KINDS = ( # what a kernel does, by its name; the first that fits
+KINDS = ( # kind of a kernel, by its name; the first match counts
     ("convolution", r"^_conv"), ("compiled", r"^triton_"), ("attention", r"flash|fmha|sdpa|attention"),
     ("matrix products", r"gemm|nvjet|xmma|cutlass|cublas|splitk"), ("optimiser", r"adam|multi_tensor"),
     ("scan", r"^_?[a-z][a-z0-9_]*kernel[a-z0-9_]*$"))
 
 def kind_of(kernel: str) -> str: # its name
-    "Return what a kernel does, by its name."
+    "Return a kernel's kind, by its name."
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-010
