@@ -46,7 +46,7 @@ def check_optional(name: str, t, *shapes, **fit):
 # %% ../../nbs/machine/arguments.ipynb #arguments-n11
 def check_arguments(
     lead: str, # axes in front: "BT" for a scan, "B" for a step
-    rate: str, # how the caller calls the logits: "b" or "dt"
+    rate: str, # the caller's name for the logits: "b" or "dt"
     q, k, x, b, A, bias, D_skip, z, state, sequences: int | None = None, # number of packed sequences, if any
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
@@ -89,7 +89,7 @@ def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T
 ACTIVATIONS = ("silu", "swish", None)
 
 def check_conv(
-    name: str, axes: tuple, # how the caller calls x, letters of its axes
+    name: str, axes: tuple, # the caller's name for x, letters of its axes
     x, weight, bias, activation, state_name, state, rows: int | None = None, # sequences, if packed
 ) -> Tensor:
     "Return the filters as (D,W), or raise ValueError, naming the argument that does not fit."
@@ -125,7 +125,7 @@ def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
 # %% ../../nbs/machine/arguments.ipynb #arguments-n23
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), how the caller calls it and its last axis
+    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), the caller's names for it and its last axis
 ) -> list | None: # the n lengths, each None while traced; None without packing
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
@@ -173,7 +173,7 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
 HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
 def transformed(*tensors) -> bool:
-    "Return whether torch.func or forward-mode derivatives follow one of these; they see no kernels."
+    "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or any(
