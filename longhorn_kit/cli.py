@@ -52,10 +52,10 @@ Settings = Annotated[S, tyro.conf.OmitArgPrefixes] # a dataclass, whose fields b
 
 @dataclass(frozen=True)
 class NoSettings:
-    "Stand for the settings of a command whose preset is not named yet."
+    "Stand in for the settings of a command whose preset is not named yet."
 
 def subcommand(name: str, kind: type, argv: list[str]) -> type:
-    "Return the type from which tyro makes a subcommand, with the settings of the preset that was typed as defaults."
+    "Return the type from which tyro makes a subcommand, with the settings of the typed preset as defaults."
     if not hasattr(kind, "settings_of"):
         return Annotated[kind, tyro.conf.subcommand(name)]
     settings = (kind.settings_of(argv[1:]) if argv[:1] == [name] else None) or NoSettings()
@@ -84,7 +84,7 @@ def changed(settings, preset) -> dict:
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
     out: str = "runs"  # folder of your runs
-    json: bool = False # print everything that is known about every row, as JSON
+    json: bool = False # print all fields of every row, as JSON
 
     def __call__(self):
         rows = ledger(self.out)
@@ -150,7 +150,7 @@ def run_claim(claim: Claim, options, out: Path) -> None:
     if options.fresh and set_aside(folder):
         print(f"  the earlier run is now {folder}.previous")
     if record := finished(experiment, folder, experiment.config(options.scale, **overrides)):
-        print(f"  already finished in {folder}, not run again (--fresh does)", flush=True)
+        print(f"  already finished in {folder}; --fresh runs it again", flush=True)
     else:
         if folder.exists():
             print(f"  resuming {folder}", flush=True)
@@ -200,10 +200,10 @@ class Reproduce(Generic[S]):
     claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to run; by default the quick ones of this scale
     scale: Scale = "laptop" # laptop: CPU, minutes; gpu: one GPU; paper: the full recipe
     out: str = "runs"       # folder for runs and report
-    fresh: bool = False     # run again what is finished (the earlier run is moved aside)
-    launcher: Literal["local", "slurm", "dask"] = "local" # what starts the jobs; dask needs DASK_SCHEDULER
+    fresh: bool = False     # run finished claims again (the earlier run is moved aside)
+    launcher: Literal["local", "slurm", "dask"] = "local" # how jobs are started; dask needs DASK_SCHEDULER
     workers: int | None = None # jobs at a time; 0: in this process; by default one per core or GPU
-    minutes: float = math.inf  # when to stop, done or not; the same command continues
+    minutes: float = math.inf  # stop after so many minutes; the same command resumes
     slurm: tuple[str, ...] = () # options of submitit, such as slurm_partition=gpu timeout_min=600
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
@@ -257,8 +257,8 @@ class Prepare:
     text_column: str = "text"    # name of the field with the text, in .jsonl, .parquet and hf:NAME
     cache: str | None = None     # folder of corpora; by default $LONGHORN_CACHE or the user's cache
     workers: int | None = None   # processes; by default one per core
-    limit: int | None = None     # use only the first so many documents
-    tokens: int | None = None    # stop when there are so many to train on
+    limit: int | None = None     # use only this many documents
+    tokens: int | None = None    # stop at this many training tokens
 
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 
@@ -410,7 +410,7 @@ def parse(argv: list[str]):
 # %% ../nbs/machine/cli.ipynb #cli-051
 def fail(message: str, code: int) -> int:
     "Print the one line of a failure and return its exit code."
-    with contextlib.suppress(OSError, ValueError): # what is already on the screen comes first
+    with contextlib.suppress(OSError, ValueError): # flush earlier output first
         sys.stdout.flush()
     print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
     return code

@@ -102,6 +102,7 @@ def command(rng, folder, out):
 
 def check_commands(place, tmp_path, seeds):
     bad = []
+    os.chdir(tmp_path) # some commands write into the current folder
     for seed in seeds:
         rng = random.Random(seed)
         words = command(rng, place, tmp_path / f"out{seed}")

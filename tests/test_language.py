@@ -208,7 +208,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
     (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: async_save"),
-    (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare brings no text; give it with --data"),
+    (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare has no text; name one with --data"),
     (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
     (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
     (lambda folder: trained_tokenizer(folder, 50257), "names no tokenizer for its 50257 tokens"),

@@ -254,7 +254,7 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(tmp_path, where, ste
     finally:
         pool.close()
     assert gone is None and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in message
-    assert f"seen at step {step} " in message and "start the same command again, it resumes from" in message
+    assert f"seen at step {step} " in message and "start the same command again; it resumes from" in message
     assert ("step-00000010" if step else "the beginning") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
 

@@ -148,7 +148,7 @@ def test_assumed_stands_beside_every_number_that_no_record_holds():
     *(("longhorn", dict(micro_batches=n), f"gradient_accumulation_steps is {n}; it must be 1 or more") for n in (0, -8)),
     *(("longhorn", dict(network=rate), f"network is {rate}; it must be more than 0 GB/s") for rate in (0, -1.0, np.nan, np.inf)),
     ("longhorn", dict(gpu="NVIDIA A100"), "unknown GPU 'NVIDIA A100'; the planner knows NVIDIA H200 and NVIDIA H100"),
-    *(("longhorn", dict(gpus=n, sharding=kind), f"sharding is '{kind}', which cannot be with {n} GPUs")
+    *(("longhorn", dict(gpus=n, sharding=kind), f"sharding is '{kind}', impossible with {n} GPUs")
       for n, kind in ((2, "none"), (1, "fsdp"))),
     *(("longhorn", dict(gpus=n, sharding="hsdp"), f"hsdp needs several nodes of 8 GPUs, not {n}") for n in (8, 12)),
     ("nope", {}, "mixer is 'nope'"),

@@ -267,7 +267,7 @@ X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE
     (lambda: causal_conv1d(X, WEIGHT, backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'triton', 'torch'"),
     (lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4, device=DEVICE)), r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)"),
     (lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"), "cannot run this: they take float32, bfloat16 and float16"),
-    (lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"), "they take filters of up to 8 taps, and weight has 9"),
+    (lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"), "filters may have up to 8 taps; weight has 9"),
     (lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])), r"with cu_seqlens the batch size is 1"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "cu_seqlens decreases from 3 to 2; expected bounds that never decrease"),
     (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "cu_seqlens ends at 6; expected 5, the length of x"),

@@ -427,7 +427,7 @@ def test_runs_of_earlier_versions(tmp_path):
     with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
         train(Tiny(), TOKENS, None, dataclasses.replace(config, decay="official"), tmp_path, quiet=True)
     (tmp_path / "checkpoints" / "step-00000060" / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="step-00000060 is of an earlier version of the kit.*use another folder"):
+    with pytest.raises(ValueError, match="step-00000060 is from an earlier version of the kit.*use another folder"):
         train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
 
 

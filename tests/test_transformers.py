@@ -229,7 +229,7 @@ def test_bad_input_is_one_line():
     hf, attention, (tokens, mask, _) = to_transformers(make()), to_transformers(make("attention")), padded(3, 5, side="right")
     for wrong, message in (
             (lambda: spans(torch.tensor([[1, 0, 1]]), 3, True), "attention_mask has a gap"),
-            (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "one of the two"),
+            (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "expected either"),
             (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
             (lambda: hf(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache; leave it out"),
             (lambda: attention(tokens, attention_mask=mask, use_cache=True),

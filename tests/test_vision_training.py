@@ -138,7 +138,7 @@ def test_bad_folders(tmp_path):
         open_data("nowhere")
     for part in ("train", "val"):
         (tmp_path / part / "dark").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="train holds no images; expected .*CLASS/IMAGE.jpg"):
+    with pytest.raises(FileNotFoundError, match="train contains no images; expected .*CLASS/IMAGE.jpg"):
         open_data(str(tmp_path))
     picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
     (tmp_path / "val" / "odd").mkdir()

@@ -104,7 +104,7 @@ def store_state(state, place, path, group): # place: folder to write to; path: i
 def read_checkpoint(path):
     "Return (record, metrics) of a checkpoint; `Damaged` if a file has changed since it was written."
     if (path / "manifest.json").exists():
-        raise ValueError(f"checkpoint {path} is of an earlier version of the kit, which alone can continue it; "
+        raise ValueError(f"checkpoint {path} is from an earlier version of the kit; resume it with that version, or "
                          "use another folder")
     try:
         about = read_record(path / "checkpoint.json")

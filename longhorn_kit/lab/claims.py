@@ -38,7 +38,7 @@ class Claim:
     module: str | None = None       # with an EXPERIMENT; None if the kit has no run
     compare: Callable | None = None # record -> list of `Comparison`
     about: Callable | None = None   # record -> a description of the run
-    reads: str | None = None        # the claim whose record `compare` reads, if another one
+    reads: str | None = None        # the claim whose record `compare` reads, if not this one
     timed: Callable | None = None   # record of times -> list of (Comparison, Judgement)
     times: str = "kernels/results/h200.json" # path of that record in a checkout
     settled: Callable | None = None # () -> list of (Comparison, Judgement), from published numbers

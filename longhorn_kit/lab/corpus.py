@@ -22,7 +22,7 @@ from ..records import (
 PARTS = ("train", "val")
 
 def tokenise(rows, tokenizer, cut): # rows: {"name": [...], "text": [...]}; cut: document -> (part, text) pairs
-    "Return lists, an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
+    "Return lists with an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
     pieces = {"part": [], "tokens": [], "bytes": []}
     for part, text in (piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)):
         pieces["part"].append(part)

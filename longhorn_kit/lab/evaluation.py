@@ -255,7 +255,7 @@ def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # f
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-035
 def doubled(request):
-    "Return a request of lm-eval with its context twice; without a context it stays as it is."
+    "Return a request of lm-eval with its context twice, or unchanged without a context."
     context, *rest = request.args
     return replace(request, arguments=(f"{context}\n{context}" if context else context, *rest))
 
@@ -285,7 +285,7 @@ def metric_rows(found: dict, reading: str) -> list[dict]: # from lm-eval's `eval
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-039
 def run_tasks(lm, tasks: dict, reading: str, shots: int | None = None, limit: int | None = None) -> list[dict]:
-    "Put the tasks of `find_tasks` to the model, and return `metric_rows`."
+    "Run the tasks of `find_tasks` on the model, and return `metric_rows`."
     for task in tasks["tasks"].values():
         fixed = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=fixed or 0 if shots is None or fixed == 0 else shots)
@@ -295,9 +295,9 @@ def run_tasks(lm, tasks: dict, reading: str, shots: int | None = None, limit: in
         torch.manual_seed(1234)
         try:
             found = harness().evaluate(model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
-        except AssertionError as error: # lm-eval cannot put a request to this model
+        except AssertionError as error: # lm-eval cannot run a request on this model
             reason = first_line(error).removeprefix("AssertionError").removeprefix(": ")
-            raise ValueError(reason or f"lm-eval cannot put these tasks to a model with a context of {lm.max_length}; "
+            raise ValueError(reason or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
                              "a longer --context may do") from error
     return metric_rows(found, reading)
 

@@ -56,7 +56,7 @@ def cut(tokens, length: int, total: int) -> Tensor: # (total/L,L+1)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-013
 def window_losses(model: SequenceLM, windows: Tensor, s) -> np.ndarray: # (n,L+1), settings -> (n,L) nats
-    "Return the loss of every token, the state being reset at the start of each window."
+    "Return the loss of every token, with the state reset at the start of each window."
     chunk = min(s.chunk, windows.shape[1] - 1)
     parts = windows.split(max(1, s.tokens_at_once // chunk))
     losses = [torch.cat([piece for piece, _ in stream_losses(model, part, chunk)], 1) for part in parts]
@@ -134,7 +134,7 @@ def haystack(
     length: int, depth: float, # L, tokens up to the answer; 0: the needle comes first, 1: right before the question
     choices: int = 8, times: int = 1, # answers; 2: text and needle twice before the question
 ) -> tuple[np.ndarray, list]: # (L,) text, needle and question; the answers
-    "Hide a needle in L tokens; read twice, the same text and needle stand again before the question."
+    "Hide a needle in L tokens; with `times=2`, text and needle come twice before the question."
     hidden, asked, answers = encoded(tokenizer, kind, seed, choices)
     size = length - len(hidden) - len(asked)
     if size < 0 or len(tokens) < size:
@@ -181,7 +181,7 @@ def score_trials(model: SequenceLM, trials: list, s) -> tuple[np.ndarray, np.nda
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-037
 def retrieval_maps(model: SequenceLM, tokens, tokenizer, kind: str, s) -> dict: # (M,) held-out token ids
-    "Return by reading the lengths, and per depth and length the shares of right choices and of written answers."
+    "Return, by reading, the lengths and the shares of right and of written answers by depth and length."
     maps, seeds = {}, range(s.trials)
     hide = lambda seed, *how: haystack(tokens, tokenizer, kind, seed, *how)
     priors, _ = score_trials(model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s)
@@ -224,7 +224,7 @@ def finetune(model: SequenceLM, tokens, tokenizer, s) -> tuple[SequenceLM, float
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-039
 @dataclass(frozen=True)
 class Config:
-    "Which models, which lengths, and how much of each."
+    "Models, lengths and amounts to measure."
     context: int = 1024             # T, tokens of a training sequence
     preset: LMPreset | None = None  # recipe of the models that are trained here; None: `checkpoints` has them
     mixers: tuple[str, ...] = ()    # trained here
@@ -321,7 +321,7 @@ texts_of = cache(open_texts)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n40
 def jobs(config: Config, results: Results):
-    "Yield a job per model, and note in its folder where its model and its text lie."
+    "Yield a job per model, and note in its folder where its model and its text are."
     if not config.data:
         raise ValueError("name the text with --data FOLDER: that of the run of the language experiment")
     shared = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}

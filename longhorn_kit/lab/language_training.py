@@ -44,7 +44,7 @@ class Texts:
     domains: dict # name -> (token ids (M,), bytes of text that they stand for)
 
     def summary(self) -> dict:
-        "Return what a record keeps of the text."
+        "Return the summary of the text for a record."
         return {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
                 "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
                 "train_tokens": len(self.corpus.train),
@@ -63,9 +63,9 @@ def open_texts(
     source: str = "stdlib",   # a folder with NAME.train.txt and NAME.val.txt, or as for `prepare`
     tokenizer: str = "bytes",
     val: int | None = None, # see `LMPreset`; not for a folder
-    **options,                # of `prepare`, for a source that is no folder
+    **options,                # of `prepare`, unless the source is a folder
 ) -> Texts:
-    "Return a text, prepared if it is not in the cache; ValueError or OSError."
+    "Open a text, from the cache if possible; ValueError or OSError if it fails."
     folder = Path(source).expanduser()
     if source == "stdlib" or not folder.is_dir() or (folder / "train.bin").exists(): # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
@@ -91,7 +91,7 @@ def held_out_losses(texts: Texts, config: TrainConfig):
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-015
 def new_model(config: LMConfig, seed: int) -> SequenceLM:
-    "Return a model with weights drawn from the seed; torch's random state stays."
+    "Return a model with weights drawn from the seed; torch's random state is kept."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return SequenceLM(config)
@@ -158,7 +158,7 @@ def fit(
 def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> dict:
     "Return the arguments of `prepare`."
     source, recipe = preset.data if data is None else data, preset.train
-    enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream, take what the run reads
+    enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream: what the run reads
     return {"source": source, "tokenizer": preset.tokenizer, "tokens": enough if source.startswith("hf:") else None,
             "fraction": preset.fraction if own or source == preset.data else VAL_PART}
 
@@ -176,7 +176,7 @@ def train_lm(
         chosen = override(find_preset(preset), **overrides)
         mixer_options(mixer) # before the text is prepared
         if not (data or chosen.data):
-            raise ValueError(f"preset {preset} brings no text; give it with --data")
+            raise ValueError(f"preset {preset} has no text; name one with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
     _, result = fit(chosen, mixer, corpus, out)
@@ -192,7 +192,7 @@ def check_finite(model, folder: str | Path) -> None:
     "Raise ValueError if a weight is not finite."
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise ValueError(f"the model in {folder} is lost: {name} is not finite; its training diverged")
+            raise ValueError(f"the model in {folder} is useless: {name} is not finite; its training diverged")
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n26
 def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # of a saved model

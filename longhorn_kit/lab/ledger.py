@@ -34,8 +34,8 @@ class Row:
     judgement: Judgement = Judgement(0)
     scale: str = ""   # "laptop", "gpu", "paper" or "published"; a variant's name in brackets
     about: str = ""   # how it was run
-    file: str = ""    # where the record lies
-    command: str = "" # what runs it again, or for the first time
+    file: str = ""    # path of the record
+    command: str = "" # what runs it, again or for the first time
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n07
 def load_record(path: Path, name: str) -> dict: # name: of the claim that it should belong to
@@ -99,7 +99,7 @@ def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/r
         return []
     try:
         record = read_record(path)
-        command = claim.commands.get("gpu") or record["command"].split(";")[0] # behind it a note on single rows
+        command = claim.commands.get("gpu") or record["command"].split(";")[0] # after ; a note on single rows
         gpu = record.get("gpu") or record["environment"]["gpu"]
         return [Row(claim, *pair, "gpu", f"timed on one {gpu}", claim.times, command) for pair in claim.timed(record)]
     except ERRORS as error:
@@ -135,7 +135,7 @@ def results_folder() -> Path | None:
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-100
 class Ledger(list):
-    "Rows that show themselves, as text in a terminal and as HTML in a notebook."
+    "List of rows, shown as text in a terminal and as HTML in a notebook."
     def __str__(self): return ledger_text(self)
 
     __repr__ = __str__
@@ -193,7 +193,7 @@ def reason(row: Row) -> str:
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-096
 def _aligned(texts: tuple, widths: tuple) -> list[str]:
     "Wrap every text inside its column, as lines of one table row."
-    ruler = ["x" * width for width in widths] # so that columns are as wide in every row
+    ruler = ["x" * width for width in widths] # gives every row the same columns
     lines = tabulate([ruler, texts], tablefmt="plain", maxcolwidths=widths, disable_numparse=True)
     return ["  " + line for line in lines.splitlines()[1:]]
 
@@ -213,7 +213,7 @@ def ledger_text(rows: list[Row], width: int = 80) -> str: # characters per line
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n32
 def by_claim(rows: list[Row]) -> list[tuple[Claim, list[Row]]]:
-    "Group rows by claim; those of one claim follow each other."
+    "Group rows by claim; the rows of a claim are consecutive."
     groups = [list(part) for _, part in groupby(rows, key=lambda row: row.claim.name)]
     return [(group[0].claim, group) for group in groups]
 

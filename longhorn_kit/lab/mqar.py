@@ -33,7 +33,7 @@ from ..records import check_ranges, to_plain
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-006
 @dataclass(frozen=True)
 class Task:
-    "One kind of stream; ValueError for settings that make no task."
+    "One kind of stream; impossible settings raise a ValueError."
     length: int = 64    # T, tokens per stream
     pairs: int = 8      # P, pairs of key and value shown
     vocab: int = 256    # V tokens: 0 is the blank, then V/2 - 1 keys, then V/2 values
@@ -78,7 +78,7 @@ def distinct(low: int, high: int, count: int, streams: int, generator: torch.Gen
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-017
 class Streams(NamedTuple):
-    "A batch of streams, and what should be answered where."
+    "A batch of streams, with questions and answers."
     tokens: Tensor  # (B,T) what the model reads
     where: Tensor   # (B,K) position of the question about each key
     answers: Tensor # (B,K) the value that each key has last
@@ -351,7 +351,7 @@ def look_inside(model: SequenceLM, task: Task) -> dict | None:
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-054
 def run_job(settings: dict, folder: Path) -> dict:
-    "Train a model and test it; a killed job starts again, for it takes minutes."
+    "Train a model and test it; a killed job starts over."
     model, steps, curve = train(settings)
     task, right = Task(**settings["task"]), curve[:, 1].tolist()
     every = -(-len(steps) // 20) # at most 20 points of the curve are kept

@@ -27,7 +27,7 @@ def make_accelerator(cpu=False, precision="no"): # cpu: stay on the CPU; precisi
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    cpu = cpu or not torch.cuda.is_available() # or Accelerate counts one process
+    cpu = cpu or not torch.cuda.is_available() # otherwise Accelerate counts one process
     return Accelerator(mixed_precision=precision, cpu=cpu)
 
 # %% ../../nbs/machine/processes.ipynb #processes-006-3
@@ -179,7 +179,7 @@ def peers_watched(processes, where): # where() returns (step, last checkpoint or
         step, last = where()
         lost = "a process that loads images" if loads else f"another of the {processes} processes"
         raise WorkerLost(f"{lost} is gone, seen at step {step} ({str(error).strip().splitlines()[0][:120]}); start the "
-                         f"same command again, it resumes from {last or 'the beginning'}") from error
+                         f"same command again; it resumes from {last or 'the beginning'}") from error
 
 # %% ../../nbs/machine/processes.ipynb #processes-022
 @contextmanager

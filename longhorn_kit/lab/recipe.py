@@ -48,7 +48,7 @@ class Recipe:
     save_total_limit: int = 2  # checkpoints to keep
 
     unit = "images" # unit of `size`
-    may_change = frozenset( # at a resume: no result depends on them
+    may_change = frozenset( # on resuming: no result depends on them
         "eval_every log_every save_every save_seconds save_total_limit gradient_accumulation_steps cpu compile "
         "sharding checkpoint_blocks async_save".split())
 
@@ -56,7 +56,7 @@ class Recipe:
         check_recipe(self)
 
     def size(self, steps):
-        "Return the images or tokens in so many steps."
+        "Return the images or tokens in `steps` steps."
         return steps * self.batch_size
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-008
@@ -93,7 +93,7 @@ class TrainConfig(Recipe):
         super().__post_init__()
         check_ranges(self, context=(1, LARGEST), loss_chunk=(0, LARGEST))
         if self.compile and self.reset_documents:
-            raise ValueError("compile and reset_documents cannot be combined, since every batch has other borders; "
+            raise ValueError("compile and reset_documents cannot be combined, since borders differ between batches; "
                              "leave one of them out")
 
     def size(self, steps):
@@ -112,7 +112,7 @@ def learning_rate(step, recipe): # step: from 1
     return lr_at(step, recipe.steps, recipe.warmup, recipe.lr, recipe.min_lr_ratio)
 
 def set_lr(optimizer, lr):
-    "Set the learning rate of the next step; fills the tensor if a CUDA graph reads the rate."
+    "Set the learning rate of the next step; fill the tensor if a CUDA graph reads the rate."
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -123,7 +123,7 @@ def set_lr(optimizer, lr):
 NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # in names that never decay
 
 def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `TrainConfig`
-    "Return AdamW's groups, with and without decay; `names` are beside `params`."
+    "Return AdamW's groups, with and without decay, each with `params` and `names`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else () # timm's models name parameters
     def decays(name, parameter):

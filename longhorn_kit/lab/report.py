@@ -15,7 +15,7 @@ from ..records import atomic_file, readable
 
 # %% ../../nbs/machine/report.ipynb #40_report-021
 def duration(seconds: float) -> str:
-    "Write a time in two units at most: `40 s`, `3 min 20 s`, `2 h 5 min`."
+    "Write a time in at most two units: `40 s`, `3 min 20 s`, `2 h 5 min`."
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

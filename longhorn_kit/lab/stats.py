@@ -15,7 +15,7 @@ from statistics import mean, stdev
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged")
 MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0} # unit -> difference within which two models are as good
 MIN_SEEDS, LEVEL = 3, 0.05
-SEARCH = 1 / 3 # what the choice of a learning rate adds, in variances of one seed
+SEARCH = 1 / 3 # added by the choice of a learning rate, in variances of one seed
 
 @dataclass(frozen=True)
 class Comparison:
@@ -23,8 +23,8 @@ class Comparison:
     label: str                     # "exact above diagonal"
     differences: tuple = ()        # (seeds,) in `unit`; empty: not run
     unit: str = "points"
-    margin: float = 0.0            # the claim holds above minus this
-    searched: int = 1              # seeds on which the learning rates were chosen; 0: there was nothing to choose
+    margin: float = 0.0            # the claim holds above -margin
+    searched: int = 1              # seeds on which the learning rates were chosen; 0: no choice
     doubt: str = ""                # why there can be no verdict
     published: float | None = None # the paper's difference, same unit
 
@@ -111,7 +111,7 @@ FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+
          "% larger": "{:.1f}", "times": "{:.2f}", "million": "{:.2f}", "lower": "{:+.2f}", "score points": "{:+.2f}"}
 
 def show(value: float, unit: str) -> str:
-    "Write a number with the digits that its unit deserves."
+    "Write a number with as many digits as suit its unit."
     return FORMS.get(unit, "{:+.3g}").format(value)
 
 def spread_text(values: list[float], form: str = "{:.3f}") -> str: # (seeds,), format of a number

@@ -31,7 +31,7 @@ class Average:
         self.decay, self.weights = decay, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @staticmethod
-    def local(tensors): # FSDP's are slices
+    def local(tensors): # slices under FSDP
         return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class Run:
     accelerator: object
     folder: Path | None = None # folder of its files; None: nothing is written
     bare: LossOnly = None # the model, which returns the loss
-    model: nn.Module = None # the same, as several processes share it
+    model: nn.Module = None # the same, wrapped for all processes
     kind: str = "none" # kind of sharding
     optimizer: object = None # AdamW
     average: Average = None
@@ -169,7 +169,7 @@ def not_finite(metrics: dict):
 
 # %% ../../nbs/machine/training.ipynb #training-023
 def save_run(run):
-    "Write a checkpoint of the run, or start to write it."
+    "Write a checkpoint of the run, or start writing it."
     path = run.folder / "checkpoints" / f"step-{run.step:08d}"
     about = {"step": run.step, "seconds": run.seconds, "sampler": run.sampler.state_dict()}
     state = state_of(run.model, run.optimizer, run.average and run.average.weights)
@@ -200,7 +200,7 @@ def resume_run(run):
 
 # %% ../../nbs/machine/training.ipynb #training-026
 def engine(run):
-    "Return the facts on how steps are computed, for a record."
+    "Return how steps are computed, for a record."
     here, config = run.accelerator, run.config
     return dict(processes=here.num_processes, sharding=run.kind, device=here.device.type, precision=config.precision,
                 compile=config.compile, fused_adamw=here.device.type == "cuda",
@@ -262,13 +262,13 @@ def train_loop(run, stop, bar):
             save_run(run)
             run.clock = time.monotonic()
         if halt and not last:
-            state = f"{run.folder} has the checkpoint, the same call resumes from there"
+            state = f"{run.folder} has the checkpoint, and the same call resumes from there"
             raise KeyboardInterrupt(f"stopped by {stop.name or 'another process'} after step {run.step}; "
                                     f"{state if run.folder else 'nothing was kept'}")
 
 # %% ../../nbs/machine/training.ipynb #training-031
 def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=None, end=None):
-    "Return a `Run` on which all processes agree; otherwise ValueError in all, and no file is left behind."
+    "Return a `Run` that all processes agree on; otherwise ValueError in all, and no file is left behind."
     accelerator, host = make_accelerator(config.cpu, config.precision), socket.gethostname()
     run = Run(config, accelerator, Path(folder) if folder else None)
     with peers_watched(accelerator.num_processes, run.where), ExitStack() as brief:
@@ -385,7 +385,7 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together(): # or the others would wait for a failed one
+                with together(): # or other processes would wait for a failed one
                     record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)

@@ -89,7 +89,7 @@ class Config:
     warmup: float = 0.1          # share of the steps in which the rate rises
     weight_decay: float = 0.05   # decoupled; not of tokens, positions, norms and biases
     smoothing: float = 0.1       # of the labels
-    pad: int = 1                 # pixels an image may move, any way
+    pad: int = 1                 # pixels an image may move, in any direction
     flip: bool = False           # mirror half of the images
     cutmix: float = 0.0          # chance of CutMix for a batch
     clip: float = 1.0            # largest norm of the gradient
@@ -123,7 +123,7 @@ def measurements(config: Config) -> list[dict]:
     return [{"job": job, "model": name, "gpu": True} for job, name in names if config.gpu]
 
 def jobs(config: Config, results: Results) -> list[dict]:
-    "Return the training runs, seed by seed, then what is measured."
+    "Return the training runs, seed by seed, then the measurements."
     return [training(config, name, seed) for seed, name in product(config.seeds, config.models)] + measurements(config)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
@@ -166,7 +166,7 @@ def batches(
     seed: int = 0,
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
-    "Yield augmented batches, pass after pass, without the rest that fills no batch."
+    "Yield augmented batches, pass after pass; an incomplete last batch is dropped."
     generator, padded = torch.Generator().manual_seed(seed), F.pad(train.images, (s.pad,) * 4)
     M, span, device = len(train.labels), 2 * s.pad + 1, train.labels.device
     draw = lambda high: torch.randint(high, (M,), generator=generator)
@@ -178,7 +178,7 @@ def batches(
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-022
 def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor: # (B,C,H,W)
-    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored as (B,) numbers say."
+    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored by (B,) numbers."
     line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
     image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])
@@ -189,7 +189,7 @@ def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor)
 def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     "Replace a box of every image (B,C,H,W) by that of the image at the batch's other end, and mix labels (B,classes)."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
-    if number >= chance: # that the batch is mixed at all
+    if number >= chance: # the batch stays unmixed
         return images, labels
     pixels = images.shape[-1]
     side = round(pixels * math.sqrt(1 - share))

@@ -8,7 +8,7 @@ __all__ = ['FromEpochs', 'VISION_PRESETS', 'VisionConfig', 'VisionPreset', 'visi
            'check_classes']
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-003
-import math, zlib
+import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..scan.arguments import shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -34,7 +35,7 @@ def register_mixer(name: str, **fixed): # fixed: options that belong to the name
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-027
 def mixer_options(name: str) -> list:
-    "Return the names of a mixer's options; an unknown mixer is a `ValueError` that lists the known ones."
+    "Return the names of a mixer's options; an unknown mixer raises a `ValueError` that lists the known ones."
     if name not in MIXERS:
         raise ValueError(f"mixer is {name!r}; known mixers: {', '.join(sorted(MIXERS))}")
     hidden = {"d_model", *getattr(MIXERS[name], "keywords", {})}
@@ -42,7 +43,7 @@ def mixer_options(name: str) -> list:
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-028
 def build_mixer(name: str, d_model: int, /, **options) -> nn.Module:
-    "Return the mixer called `name`; unknown names and options are a `ValueError` that lists the known ones."
+    "Return the mixer called `name`; unknown names and options raise a `ValueError` that lists the known ones."
     known = mixer_options(name)
     for option in options:
         if option not in known:
@@ -50,10 +51,6 @@ def build_mixer(name: str, d_model: int, /, **options) -> nn.Module:
     return MIXERS[name](d_model, **options)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
-def shown(value) -> str:
-    "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
-    return repr(value)[:80] if isinstance(value, (int, float, str, type(None))) else f"of type {type(value).__name__}"
-
 def check_sizes(least=1, /, **sizes):
     "Raise a `ValueError` for the first size that is not an integer of at least `least`."
     for name, value in sizes.items():
@@ -87,7 +84,7 @@ class Mixer(nn.Module, ABC):
         return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
 
     def forward(self, x, cu_seqlens=None):
-        "Map (B,T,d_model) to (B,T,d_model); with bounds (n+1,) of n documents in one row, each alone."
+        "Map (B,T,d_model) to (B,T,d_model); bounds (n+1,) separate n documents in one row."
         check_stream(x, 3, self.d_model, self.out_proj.weight)
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
@@ -124,10 +121,10 @@ def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = Non
     return x
 
 def wide(t: Tensor) -> Tensor:
-    "Return `t` in float32, or as it is if that is float64."
+    "Return `t` in float32, or unchanged if it is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: of device
+def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
     "Return the dtype in which matrix products run: autocast's, or `otherwise`."
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
 
@@ -176,7 +173,7 @@ class ScanProjections(Mixer):
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
     def project_step(self, h_t, past, inplace=False):
-        "Return the same for one token (B,d_model)."
+        "Project one token (B,d_model); see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
         x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
         q, k, dt_low_rank = self.split_x_proj(x)
@@ -193,7 +190,7 @@ class ScanProjections(Mixer):
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
-    "A gated scan layer without its scan: subclasses give `scan` and `scan_step`."
+    "A gated scan layer without its scan: subclasses define `scan` and `scan_step`."
 
     def run(self, x, cache=None, keep_cache=False, cu_seqlens=None):
         *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens)
@@ -206,7 +203,7 @@ class ScanMixer(ScanProjections):
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t, cache, inplace=False):
-        "As `Mixer.step`; the new cache is `cache` itself if `inplace`."
+        "Step as `Mixer` does; `inplace` updates and returns `cache`."
         *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model, self.out_proj.weight), cache.conv, inplace)
         y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)

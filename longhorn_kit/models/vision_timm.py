@@ -29,7 +29,7 @@ class VisionWeights(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, mode: str = ""):
-        "Draw small tokens and a small head; scale what a block adds by 1/sqrt(depth)."
+        "Draw small tokens and a small head; scale each block's update by 1/sqrt(depth)."
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -182,7 +182,7 @@ def register_vim(model_class, name: str):
         scan, size = name.split("_vim_")
         if pretrained and not (options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")):
             raise ValueError(f"{name} has no published weights; train it, or give "
-                             "pretrained_cfg_overlay=dict(file=PATH) with weights of your own")
+                             "pretrained_cfg_overlay=dict(file=PATH) with your own weights")
         chans = INPUTS[size.split("_")[-1]]["input_size"][0]
         options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
         indices = options.pop("out_indices", min(3, options["depth"]))

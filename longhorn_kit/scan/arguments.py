@@ -15,10 +15,14 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakIdKeyDictionary
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n06
+def shown(value) -> str:
+    "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
+    return repr(value)[:80] if isinstance(value, (int, float, str, type(None))) else f"of type {type(value).__name__}"
+
 def check_choice(name: str, value, choices):
     "Raise ValueError, naming the choices, unless `value` is one of them."
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+    if not isinstance(value, (int, float, str, type(None))) or value not in choices:
+        raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}")
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n07
 def check_tensor(
@@ -46,7 +50,7 @@ def check_optional(name: str, t, *shapes, **fit):
 # %% ../../nbs/machine/arguments.ipynb #arguments-n11
 def check_arguments(
     lead: str, # axes in front: "BT" for a scan, "B" for a step
-    rate: str, # how the caller calls the logits: "b" or "dt"
+    rate: str, # the caller's name for the logits: "b" or "dt"
     q, k, x, b, A, bias, D_skip, z, state, sequences: int | None = None, # number of packed sequences, if any
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
@@ -89,7 +93,7 @@ def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T
 ACTIVATIONS = ("silu", "swish", None)
 
 def check_conv(
-    name: str, axes: tuple, # how the caller calls x, letters of its axes
+    name: str, axes: tuple, # the caller's name for x, letters of its axes
     x, weight, bias, activation, state_name, state, rows: int | None = None, # sequences, if packed
 ) -> Tensor:
     "Return the filters as (D,W), or raise ValueError, naming the argument that does not fit."
@@ -102,7 +106,7 @@ def check_conv(
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
     fit["like"] = f"{name} and weight" if rows is None else "cu_seqlens and weight"
-    check_optional(state_name, state, (len(x) if rows is None else rows, D, weight.shape[1] - 1), **fit)
+    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[1] - 1), **fit)
     return weight
 
 
@@ -125,7 +129,7 @@ def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
 # %% ../../nbs/machine/arguments.ipynb #arguments-n23
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), how the caller calls it and its last axis
+    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), the caller's names for it and its last axis
 ) -> list | None: # the n lengths, each None while traced; None without packing
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
@@ -155,9 +159,9 @@ def check_cu_seqlens(
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n24
 def bounds_for_kernels(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None: # (n+1,), (1,T,D) -> (n+1,)
-    "Return checked bounds, contiguous; raise ValueError unless they are where x is."
+    "Return checked bounds, contiguous; raise ValueError unless they are on x's device."
     if cu_seqlens is not None and cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, where x is")
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, like x")
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
 def in_range(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,) integers, rows of the batch
@@ -173,14 +177,14 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
 HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
 def transformed(*tensors) -> bool:
-    "Return whether torch.func or forward-mode derivatives follow one of these; they see no kernels."
+    "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or any(
         t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
-    "Say why no Triton kernel can run these, the first called `name`; return None if one may."
+    "Return why no Triton kernel can run these, the first called `name`; None if one can."
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"{name} is on {first.device}, and they need a GPU"
     if not HAS_TRITON:

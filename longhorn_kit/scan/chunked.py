@@ -29,7 +29,7 @@ def outer(a: Tensor, c: Tensor, out: Tensor) -> Tensor: # (L,B,N), (L,B,D), (L,B
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n08
 def over_states(row: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor: # (L,B,N), (L,B,N,D) -> (L,B,D)
-    "Sum over n of `row_n M_nd`, maybe into a contiguous `out`."
+    "Sum over n of `row_n M_nd`, optionally into a contiguous `out`."
     L, B, N, D = M.shape
     out = M.new_empty(L, B, D) if out is None else out
     torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D), out=out.view(L * B, 1, D))
@@ -115,7 +115,7 @@ class S6Rule:
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n15
 class TimedS6Rule(S6Rule):
-    "The same with an input-dependent `A` (B,T,N), shared by the channels."
+    "S6 with an input-dependent `A` (B,T,N), shared by the channels."
     def __init__(self, k, x, v, A):
         super().__init__(k, x, v, A)
         self.rates = time_major(A)

@@ -20,7 +20,7 @@ def rate_and_slope(k: Tensor, v: Tensor): # (T,B,N) keys, (T,B,D) step-size logi
 def substitute(
     gram: Tensor, eps: Tensor, # (L,L,B,1) products of keys, (L,B,D) rates
     r: Tensor, u: Tensor, # (L,B,D) x - S0 k, which becomes x - S k of each step; (L,B,D) output: eps r
-    back: bool = False, # start with the last row: the same with i > t
+    back: bool = False, # from the last row: the sum is over i > t
 ):
     "Solve `u_t = eps_t (r_t - sum_{i<t} gram_ti u_i)` for all rows, in place."
     rows = list(enumerate(zip(eps.unbind(0), r.unbind(0), u.unbind(0), gram.unbind(1))))
@@ -35,8 +35,8 @@ def gram_matrix(K: Tensor) -> Tensor: # (B,L,N) keys of a chunk -> (L,L,B,1)
     return (K @ K.mT).permute(1, 2, 0).contiguous()[..., None]
 
 def causal_read(start: Tensor, M: Tensor, U: Tensor) -> Tensor: # (B,L,D) Q S, (B,L,L) lower(Q K^T), (B,L,D)
-    "Return `start + M U`; rows of U that are not finite reach no row before their own."
-    if U.is_cpu and U[:, -1].isfinite().all(): # on a GPU the question would be a wait
+    "Return `start + M U`; rows of U that are not finite reach no earlier row."
+    if U.is_cpu and U[:, -1].isfinite().all(): # on a GPU this check would stall
         return torch.baddbmm(start, M, U)
     finite = U.isfinite()
     return torch.baddbmm(start, M, torch.where(finite, U, 0)).masked_fill_(~finite, torch.nan)

@@ -81,7 +81,7 @@ def corrections(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-021
 def into_chunks(t: Tensor, length: int) -> Tensor: # (B,T,H,F), steps C per chunk -> (B,H,chunks,C,F)
-    "Cut time into chunks, the last one filled up with zeros."
+    "Cut time into chunks, the last one padded with zeros."
     t = F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % length))
     return t.unflatten(1, (-1, length)).permute(0, 3, 1, 2, 4)
 
@@ -107,7 +107,7 @@ def between_chunks(q, k, u, w, inside, fade, S):
     return torch.stack(reads, 2), S
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-026
-STRONGEST = -800 # log decay that leaves nothing, in float64 too; sums with -inf would lose the others
+STRONGEST = -800 # bound of log decays: exp gives 0, even in float64; -inf would turn sums into -inf
 
 def chunked_matrix_scan(
     q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, # as for `reference_matrix_scan`
@@ -134,7 +134,7 @@ def chunked_matrix_scan(
 def pick_matrix_backend(
     backend: str, q: Tensor, x: Tensor, beta: Tensor | None = None, # (B,T,H,N), (B,T,H,P), (B,T,H)
 ) -> str: # "fla", "chunked" or "reference"
-    "Return the backend that runs; raise ValueError if it is unknown, or is `fla` and cannot run."
+    "Return the backend that runs; raise ValueError if it is unknown, or is `fla` but cannot run."
     check_choice("backend", backend, ("auto", "fla", "chunked", "reference"))
     if backend in ("chunked", "reference"):
         return backend
@@ -151,7 +151,7 @@ def matrix_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
     log_decay: Tensor | None = None, # (B,T,H) or (B,T,H,N), at most 0; None: nothing fades
     beta: Tensor | None = None, # (B,T,H) rates of the delta rule; None: values are added
-    bonus: Tensor | None = None, # (H,N): read before writing, this token under these weights
+    bonus: Tensor | None = None, # (H,N) weights of this token; reads before writing
     *,
     initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
     output_final_state: bool = False, # return `(out, final_state)`

@@ -29,15 +29,15 @@ TORCH_SCANS = {"chunked": (chunked_scan, chunked_selective_scan),
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n09
 def triton_obstacle(q: Tensor, *others) -> str | None: # (B,T,N)
-    "Say why the Triton kernels cannot run these; return None if they can."
+    "Return why the Triton kernels cannot run these, or None if they can."
     if obstacle := kernel_obstacle("q", q, *others):
         return obstacle
     if not 1 <= q.shape[-1] <= 128:
-        return f"they take states of 1 to 128 coordinates, and q has {q.shape[-1]}"
+        return f"a state may have 1 to 128 coordinates; q has {q.shape[-1]}"
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-019
 def pick_backend(backend: str, *tensors) -> str: # tensors: q and the others of the call, or None
-    "Return the backend that runs; raise ValueError if it is unknown, or named and cannot run."
+    "Return the backend that runs; raise ValueError if it is unknown, or named but cannot run."
     check_choice("backend", backend, BACKENDS)
     if backend != "reference" and transformed(*tensors):
         if backend != "auto":
@@ -65,7 +65,7 @@ def run_sequences(
         return (out, final) if output_final_state else out
     if None in lengths:
         raise ValueError("cu_seqlens has no values while a compiler traces or a graph records; "
-                         "this backend cannot run it then")
+                         "this backend needs the values")
     n = len(lengths)
     pieces = [[None] * n if t is None else t.split(lengths, 1) for t in tensors]
     states = [None] * n if state is None else state.split(1)
@@ -75,7 +75,7 @@ def run_sequences(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-020b
 def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint):
-    # `longhorn_scan`, or with rates A `selective_scan`, which calls b `rate`.
+    # `longhorn_scan`, or `selective_scan` given A; `rate` names b in errors.
     check_choice("checkpoint", checkpoint, CHECKPOINTS)
     lengths = check_cu_seqlens(cu_seqlens, q)
     check_arguments("BT", rate, q, k, x, b, A, bias, D_skip, z, state, None if lengths is None else len(lengths))
@@ -109,7 +109,7 @@ def longhorn_scan(
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
     `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. All inputs get gradients;
-    only the reference can be differentiated twice, and "auto" takes it under torch.func or in forward mode.
+    only the reference can be differentiated twice, and "auto" uses it under torch.func or in forward mode.
     Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
     return _scan("b", form, q, k, x, b, None, b_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
@@ -117,7 +117,7 @@ def longhorn_scan(
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-023b
 def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, backend):
-    # `longhorn_step`, or with rates A `selective_step`.
+    # `longhorn_step`, or `selective_step` given A.
     check_tensor("state", state, ("B", "D", "N"))
     check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state)
     tensors = (q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)

@@ -36,7 +36,7 @@ def widened(*tensors: Tensor | None) -> list:
 
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-n12
-@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile the question
+@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile this query
 def knows_autocast(device: str) -> bool: # type: "cpu", "cuda", ...
     "Return whether autocast exists for a kind of device; for \"meta\" it does not."
     return torch.amp.is_autocast_available(device)
@@ -54,7 +54,7 @@ def scan_steps(
     for t in range(q.shape[1]):
         state = step(state, t)
         reads.append((state * q[:, t, None, :]).sum(-1))
-    if not reads: # another state than the caller's
+    if not reads: # a copy of the caller's state
         return state.new_zeros(q.shape[0], 0, state.shape[1]), state.clone()
     return torch.stack(reads, 1), state
 

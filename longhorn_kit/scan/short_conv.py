@@ -22,7 +22,7 @@ MAX_WIDTH = 8 # of a filter in the Triton kernels
 
 
 def torch_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D); (D,W), the last tap meets the newest input; (D,)
+    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D); (D,W) taps, oldest first; (D,)
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
     activation: str | None = "silu", # "silu" or None
 ) -> tuple: # outputs (B,T,D), and the last W-1 inputs (B,D,W-1)
@@ -37,17 +37,17 @@ def torch_conv(
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
 def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
-    "Say why the Triton kernels cannot run these; return None if they can."
+    "Return why the Triton kernels cannot run these, or None if they can."
     if obstacle := kernel_obstacle("x", x, weight, *others):
         return obstacle
     if transformed(x, weight, *others):
-        return "torch.func and forward-mode differentiation cannot follow them"
+        return "torch.func and forward-mode differentiation cannot trace the kernels"
     if weight.shape[1] > MAX_WIDTH:
-        return f"they take filters of up to {MAX_WIDTH} taps, and weight has {weight.shape[1]}"
+        return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[1]}"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-019
 def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and the others of the call, or None
-    "Return \"triton\" or \"torch\", which runs; raise ValueError if unknown, or if it is `triton` and cannot run."
+    "Return the backend that runs; raise ValueError if it is unknown, or is `triton` but cannot run."
     check_choice("backend", backend, CONV_BACKENDS)
     if backend == "torch":
         return backend
@@ -59,7 +59,7 @@ def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and t
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
 def causal_conv1d(
     x: Tensor, # (B,T,D)
-    weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; the last tap meets the newest input
+    weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; taps, oldest first
     bias: Tensor | None = None, # (D,)
     *,
     activation: str | None = "silu", # "silu" (or "swish"), or None
@@ -95,9 +95,9 @@ def causal_conv1d_step(
     inplace: bool = False, # shift `state` itself instead of making a new one
     backend: str = "auto", # "auto", "triton" or "torch"
 ):
-    """Run one decode step: `(y_t (B,D), the W-1 inputs after it (B,D,W-1))`.
+    """Run one decode step: `(y_t (B,D), next state (B,D,W-1))`.
 
-    The kernel has no gradient: if one is wanted, "auto" is "torch". `inplace` is for inference only."""
+    The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only."""
     weight = check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state)
     learns = wants_gradient("causal_conv1d_step", inplace, backend, x_t, state, weight, bias)
     if pick_conv_backend("torch" if learns else backend, x_t, weight, bias, state) == "triton":

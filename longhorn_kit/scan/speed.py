@@ -16,9 +16,9 @@ PLAIN = dict(dtype="bfloat16", z=True, state=False, checkpoint="fast", N=16)
 
 def plain_rows(
     record: dict, # that `kernels/bench.py` wrote on a GPU
-    **wanted, # values that a row must hold; None: any
+    **wanted, # values that a row must have; None: any
 ) -> list:
-    "Return the timed scans that hold these values, and otherwise those of `PLAIN`."
+    "Return the timed scans that match `wanted`, with `PLAIN` for all other fields."
     wanted = {name: value for name, value in (PLAIN | wanted).items() if value is not None}
     fits = lambda row: all(row.get(name, PLAIN.get(name)) == value for name, value in wanted.items())
     return [row for row in record["rows"] if "kernels" in row and fits(row)]

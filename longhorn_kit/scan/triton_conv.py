@@ -354,7 +354,7 @@ def conv_backward(
     silu: bool, plan: ConvPlan | None = None, also: Tensor | None = None, # (B,T,D) a second gradient of y, to be added
 ):
     "Return dx, dweight, dbias, dinitial; None if the input was None. No atomics: the bits repeat."
-    if also is not None and initial_state is not None: # the small kernel of its gradient takes one
+    if also is not None and initial_state is not None: # its gradient's small kernel takes only one
         dy, also = dy + also, None
     x, dy, also = map(_last_contiguous, (x, dy, also))
     w, c, initial, dfinal = _contiguous(weight, bias, initial_state, dfinal)
@@ -504,7 +504,7 @@ def unwatched() -> bool:
 
 
 def changed(state):
-    "Return `state` after a kernel wrote into it: autograd notes it, as for any operation in place."
+    "Return `state` after a kernel wrote into it: autograd notes it, as for any in-place operation."
     if not state.is_inference():
         torch.autograd.graph.increment_version(state)
     return state

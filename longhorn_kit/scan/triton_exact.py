@@ -728,13 +728,13 @@ ONE_ROUND = 528 # programs of the forward that run at once, four on each of 132 
 CARVEOUT = 9 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 
 def _divide(kernel, percent):
-    # Set the per cent of a multiprocessor's memory that a loaded kernel gets as shared memory; -1: by the driver.
+    # Set the percentage of a multiprocessor's memory that a kernel gets as shared memory; -1: by the driver.
     with suppress(OSError): # the library has this name on Linux
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, percent)
 
 @functools.cache
 def _leave_to_cache(kernel, programs):
-    "Ask the driver for the shared memory of so many programs per multiprocessor; the rest is first cache."
+    "Ask the driver for the shared memory of `programs` programs per multiprocessor; the rest is L1 cache."
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     needed = programs * (kernel.metadata.shared + 1024) # the system takes a kilobyte
     percent = 100 * needed // gpu.shared_memory_per_multiprocessor # the driver rounds up
@@ -746,7 +746,7 @@ def _ring(plan: PortablePlan, direction: str = "forward") -> int:
     if direction == "forward":
         if plan.NP > 16:
             return 4
-        if plan.D % 16: # rows start inside a sector; copies of less than 16 bytes want room in the L1 cache
+        if plan.D % 16: # rows start inside a sector; copies of less than 16 bytes need room in the L1 cache
             return 4 if _vector(plan.D) == 8 else 3
         return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
     return 3 if plan.NP == 16 and plan.BD == 16 else 2

@@ -190,7 +190,7 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     path = scan_path(form, q, k, x, checkpoint_every)
     NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
-    if not save: # no plan is asked for, which would look at sizes that an exporter leaves open
+    if not save: # no plan: it would look at sizes that an exporter leaves open
         return *results, new(0, *state)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
     L = _stretch(path, k, x, cu_seqlens, checkpoint_every)

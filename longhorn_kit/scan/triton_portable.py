@@ -544,7 +544,7 @@ class PortablePlan:
     "Settings of a launch; a function of shapes and options alone."
     rule: int | tuple; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
     n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
-    kept: int = 0 # steps between the states that wait for the backward, if more than C
+    kept: int = 0 # steps between the states kept for the backward, if more than C
 
     @property
     def blocks(self): return _cdiv(self.D, self.BD)

@@ -58,7 +58,7 @@ def _step_kernel(
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
 def step_block(B: int, D: int, N: int) -> int: # sequences, channels, state coordinates
-    "Return the channels per program: 1024 numbers of the state, fewer if the GPU would be empty."
+    "Return the channels per program: 1024 numbers of the state, fewer if the GPU would be idle."
     NP = triton.next_power_of_2(N)
     block = max(1, 1024 // NP)
     while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
