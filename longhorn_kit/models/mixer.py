@@ -56,6 +56,8 @@ def check_sizes(least=1, /, **sizes):
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {shown(value)}; expected an integer of at least {least}")
+        if value >= 2**31:
+            raise ValueError(f"{name} is {value}; expected less than 2**31")
 
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` describes it."
