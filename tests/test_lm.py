@@ -459,7 +459,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         (dict(d_model=16.0), "d_model is 16.0; expected an integer"), (dict(n_layer=True), "n_layer is True; expected an integer"),
         (dict(d_mlp=-4), "d_mlp is -4; expected an integer"), (dict(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
         (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"), (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
-        (dict(mixer_options=[8]), r"mixer_options is \[8\]; expected a dict")]),
+        (dict(mixer_options=[8]), "mixer_options is of type list; expected a dict")]),
     (lambda m: LMConfig(mixer_options=dict(rate="matrix")), "rate is 'matrix'; expected vector or scalar"),
     (lambda m: LMConfig(mixer_options=dict(d_model=8)), "no option 'd_model'"),
     (lambda m: LMConfig(mixer_options={3: 8}), "no option '3'"),
