@@ -24,7 +24,7 @@ except ImportError: # Windows has none
     fcntl = None
 
 # %% ../nbs/machine/records.ipynb #records-006
-HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:6] # this machine, without its name
+HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:6] # identifies this machine without its name
 
 def beside(path: Path) -> Path:
     "Return the temporary name that this process uses while it writes a path."
@@ -191,7 +191,7 @@ def write_json(path: str | Path, value) -> Path:
 
 # %% ../nbs/machine/records.ipynb #records-022
 class JsonObject(dict):
-    "Object of a JSON file; a missing key raises ValueError that names the file."
+    "Object of a JSON file; a missing key raises a ValueError that names the file."
     def __init__(self, items=(), place="a JSON file"):
         super().__init__(items)
         self.place = str(place)
@@ -218,7 +218,7 @@ def atomic_folder(
         write_json(partial / "manifest.json", {"files": contents(partial)})
 
 def contents(folder: Path) -> dict: # name -> bytes and sha256
-    "Measure every file of a folder except its manifest."
+    "Return size and SHA-256 of every file in a folder except its manifest."
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "manifest.json":
@@ -248,7 +248,7 @@ def check_folder(
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]") # all except tab and newline
 
 def readable(value):
-    "Replace control characters in all texts of a value, except tab and newline."
+    "Replace control characters, except tab and newline, in all strings of a value."
     if isinstance(value, dict):
         kind = partial(JsonObject, place=value.place) if isinstance(value, JsonObject) else dict
         return kind({readable(key): readable(item) for key, item in value.items()})
@@ -334,7 +334,7 @@ def exclusive_lock(
     folder: str | Path, # made if missing
     wait: bool = True,  # False: raise BlockingIOError if another process has the folder
 ):
-    "Context manager that keeps other processes out of a folder; yields False where there are no locks."
+    "Context manager that keeps other processes out of a folder; yields False if the file system has no locks."
     folder, handle = Path(folder), None
     while fcntl:
         folder.mkdir(parents=True, exist_ok=True)
@@ -412,7 +412,7 @@ def version_of(package: str) -> str | None:
 # %% ../nbs/machine/records.ipynb #records-043
 def environment() -> dict:
     "Return versions and hardware, without host, user or path."
-    import torch # here: the ledger is read without it
+    import torch # imported here: reading the ledger does not need it
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "kit": longhorn_kit.__version__, "commit": commit_of_kit(), "python": platform.python_version(),

@@ -109,7 +109,7 @@ CLAIMS = [
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-010
 def train_all(preset: str, *mixers: str, then: str = "") -> str:
-    "Return a shell command that trains several models by one recipe, each in its own folder."
+    "Return a shell command that trains several models with one recipe, each in a separate folder."
     run = f"runs/{preset}/$mixer"
     train = f"longhorn train-lm --preset {preset} --mixer $mixer --out {run}"
     return f"for mixer in {' '.join(mixers)}; do {train}{then and ' && ' + then.format(run=run)}; done"
@@ -136,7 +136,7 @@ CLAIMS += [
     Claim(
         name="input-dependent-a", source=THREAD, published="350M, nats: Mamba 2.902, with input-dependent A 2.922",
         statement="Making Mamba's A depend on the input does not help Mamba (here: A through a softplus of the input).",
-        rule="lower held-out loss of Mamba than of its variant",
+        rule="lower held-out loss for Mamba than for its variant",
         compare=partial(compare_language, pairs=(("mamba", "mamba_input_a"),), sizes="350M"), **LANGUAGE),
     Claim(
         name="other-layers", **_KIT,
@@ -157,7 +157,7 @@ CLAIMS += [
         name="sample-efficiency", source=FIGURE, published="the figure grows from 1.28 times at 20B tokens to 1.79 "
             "at 100B",
         statement="Longhorn needs fewer tokens than Mamba for the same loss.",
-        rule="fewer tokens to Mamba's held-out loss",
+        rule="fewer tokens to reach Mamba's held-out loss",
         compare=compare_tokens, **LANGUAGE),
     Claim(
         name="sample-efficiency-size", source=FIGURE, published="Mamba's result after 100B tokens is reached at "
@@ -260,7 +260,7 @@ CLAIMS += [
 _SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does not have
 
 def sizes_differ():
-    "Return Longhorn's excess over the models called equal in size."
+    "Return how much larger Longhorn is than the models called equal in size."
     larger = lambda name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
     return [settled(f"as large as {NAMES[name]}", larger(name), False, "% larger") for name in ("attention", "gla")]
 
@@ -291,7 +291,7 @@ CLAIMS += [
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-019
 def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
-    "Return others' differences between Longhorn and Mamba; single runs cannot be judged."
+    "Return the differences between Longhorn and Mamba that others measured; single runs cannot be judged."
     found = []
     for measure in measures:
         sign, unit = (-1, "lower") if measure in LOWER_IS_BETTER else (1, "points")
@@ -345,7 +345,7 @@ def claim_modules() -> list[ModuleType]:
     return [importlib.import_module(f"longhorn_kit.lab.{name}") for name in names]
 
 def all_claims() -> list[Claim]:
-    "Return the rows of this page, then those beside their experiments."
+    "Return the claims of this page, then those defined in the experiments' modules."
     return CLAIMS + [claim for module in claim_modules() for claim in module.CLAIMS]
 
 # %% ../../nbs/machine/claims.ipynb #91bd021d

@@ -26,7 +26,7 @@ from ..records import (
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-006
 def harness():
-    "Return the package lm_eval, with little output; ImportError names the extra if it is missing."
+    "Return the package lm_eval with its output reduced; ImportError names the extra if it is missing."
     try:
         import longhorn_kit.models.transformers, lm_eval.models.huggingface # noqa: F401, registers the model
     except ImportError as error:
@@ -52,7 +52,7 @@ def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]: # ranks of byte
 END = "<|endoftext|>"
 
 def vocabulary(tokenizer) -> tuple[dict, list]: # from `get_tokenizer` -> {word: id}, pairs of words to merge
-    "Return a tokenizer of the kit in the words of transformers."
+    "Return a kit tokenizer in the form that transformers expects."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
     letters = bytes_to_unicode()
     word = lambda token: "".join(letters[byte] for byte in token)
@@ -118,7 +118,7 @@ def first_line(error: Exception) -> str:
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-016
 def is_export(folder: str | Path) -> bool:
-    "Check whether transformers wrote the folder of a model, and not the kit."
+    "Check whether a model's folder was written by transformers, not by the kit."
     return "model_type" in read_settings(standing(folder) / "config.json")
 
 def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple: # as for `load_pair`
@@ -174,7 +174,7 @@ def quiet():
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-017
 def harness_model(folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1):
-    "Return `load_pair` as a model of lm-eval, on a GPU if there is one; longer requests lose their start."
+    "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
     check_least(1, batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
@@ -216,7 +216,7 @@ def passage_prompt(doc: dict) -> str: # with `context` and `question`, the start
     return f"{passage.rstrip('.')}. {question}"
 
 def contains_any(doc: dict, results: list) -> dict: # with `answers`; the generated line
-    "Return 1 if the line contains one of the answers, in upper or lower case."
+    "Return 1 if the line contains one of the answers, ignoring case, else 0."
     line = results[0].lower()
     return {"contains": int(any(answer.lower() in line for answer in doc["answers"]))}
 
@@ -232,7 +232,7 @@ OWN_TASKS = {name: { # generate a line after `passage_prompt`, mark it with `con
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-030
 def expand_tasks(names) -> list[str]: # names of tasks and presets, alone or joined by commas
-    "Return the single task names, each once."
+    "Return the individual task names, without duplicates."
     words = [word.strip() for name in names for word in name.split(",") if word.strip()]
     if not words:
         raise ValueError("no task was named; for example --tasks recall")
@@ -249,13 +249,13 @@ def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # f
                 loaded = manager.load([copy.deepcopy(OWN_TASKS.get(name, name))])
         except Exception as error: # data sets fail in many ways
             raise OSError(f"task {name}: its data cannot be loaded ({first_line(error)}); "
-                          "a data set of the hub is fetched at first use, which needs a network") from error
+                          "a data set on the hub is downloaded on first use, which needs a network") from error
         found = {part: known | loaded[part] for part, known in found.items()}
     return found
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-035
 def doubled(request):
-    "Return a request of lm-eval with its context twice, or unchanged without a context."
+    "Return an lm-eval request with its context repeated, or unchanged if it has none."
     context, *rest = request.args
     return replace(request, arguments=(f"{context}\n{context}" if context else context, *rest))
 
@@ -298,7 +298,7 @@ def run_tasks(lm, tasks: dict, reading: str, shots: int | None = None, limit: in
         except AssertionError as error: # lm-eval cannot run a request on this model
             reason = first_line(error).removeprefix("AssertionError").removeprefix(": ")
             raise ValueError(reason or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
-                             "a longer --context may do") from error
+                             "try a longer --context") from error
     return metric_rows(found, reading)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-041
@@ -327,7 +327,7 @@ def evaluate_checkpoint(
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-046
 def mean_rows(rows: list[dict]) -> list[dict]: # from `metric_rows`
-    "Return, for each reading, the mean over the six recall sets, if complete, and over several perplexities."
+    "Return two means per reading: of the six recall sets, if all are there, and of several perplexities."
     groups, least = {}, {"contains": len(RECALL), "perplexity": 2} # numbers of values
     for row in rows:
         metric = row["metric"].removeprefix("word_")
@@ -339,7 +339,7 @@ def mean_rows(rows: list[dict]) -> list[dict]: # from `metric_rows`
 
 # %% ../../nbs/machine/evaluation.ipynb #bd319677
 def score_table(record: dict) -> str: # from `evaluate_checkpoint`
-    "Return every metric of a record, and the means, as a text."
+    "Return every metric of a record, and the means, as text."
     header, digits = ["task", "read", "metric", "value", "± error", "documents"], "{:.4f}".format
     rows = [[row["task"], row["read"], row["metric"], digits(row["value"]),
              "" if row["stderr"] is None else digits(row["stderr"]), row["documents"]]

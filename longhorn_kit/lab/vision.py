@@ -87,7 +87,7 @@ class Config:
     lr: float = 4e-3             # highest learning rate
     min_lr_ratio: float = 0.01   # of the last learning rate to the highest
     warmup: float = 0.1          # share of the steps in which the rate rises
-    weight_decay: float = 0.05   # decoupled; not of tokens, positions, norms and biases
+    weight_decay: float = 0.05   # decoupled; not for tokens, positions, norms and biases
     smoothing: float = 0.1       # of the labels
     pad: int = 1                 # pixels an image may move, in any direction
     flip: bool = False           # mirror half of the images
@@ -178,7 +178,7 @@ def batches(
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-022
 def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor: # (B,C,H,W)
-    "Cut images out of padded ones (B,C,H+2·pad,W+2·pad), moved and mirrored by (B,) numbers."
+    "Crop padded images (B,C,H+2·pad,W+2·pad); three tensors (B,) give each image's shifts and flip."
     line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
     image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])
@@ -187,7 +187,7 @@ def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n35
 def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    "Replace a box of every image (B,C,H,W) by that of the image at the batch's other end, and mix labels (B,classes)."
+    "Paste into each image (B,C,H,W) a box of its partner in the reversed batch, and mix labels (B,classes)."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
     if number >= chance: # the batch stays unmixed
         return images, labels

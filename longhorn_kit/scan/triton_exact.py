@@ -44,7 +44,7 @@ def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-009
 @gluon.jit
 def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, gram, zero):
-    # Subtract u times row j of the Gram matrix (of two, if zero is a pair) from the columns from BEGIN to END.
+    # Subtract u times row j of the Gram matrix from columns BEGIN to END. If zero is a pair, there are two matrices.
     row = _columns(gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0], u.shape[0])
     rest = ()
     for i in gl.static_range(16):
@@ -98,7 +98,7 @@ def _halves(v, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_product(Ah, Al, Bh, Bl, total):
-    # total + (Ah + Al) (Bh + Bl) without the product of the low parts; the smallest first.
+    # total + (Ah + Al) (Bh + Bl) without the product of the low parts; the smallest terms are added first.
     total = mma_v2(Al, Bh, total)
     total = mma_v2(Ah, Bl, total)
     return mma_v2(Ah, Bh, total)
@@ -106,7 +106,7 @@ def _add_product(Ah, Al, Bh, Bl, total):
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-013
 @gluon.jit
 def _finite(v, ONE_MIN: gl.constexpr):
-    # v (bfloat16) with the largest numbers for infinity and NaN: a factor that may meet a zero. Two elements at once.
+    # v (bfloat16), with infinity and NaN replaced by the largest finite number: 0 * v is then 0. Two elements at once.
     if ONE_MIN: # the smaller magnitude with the sign of v; not on compute capability 8.0
         return gl.inline_asm_elementwise(
             "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.xorsign.abs.bf16x2 $0, $1, most; }",
@@ -134,7 +134,7 @@ def _and(v, mask):
 @gluon.jit
 def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr,
                 NARROW: gl.constexpr, VEC: gl.constexpr):
-    # Start to copy chunk c into a slot of the rings; wide: (ring, pointer, row stride, offsets), keys: (ring, pointer)
+    # Start copying chunk c into a slot of the rings; wide: (ring, pointer, row stride, offsets), keys: (ring, pointer)
     C: gl.constexpr = 16
     c64 = c.to(gl.int64) * C
     mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
@@ -206,7 +206,7 @@ def _exact_fwd_kernel(
         HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr,
         ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and work without its U. Region 2: work that needs its U.
-    # Copies run NS chunks ahead in a ring: after region 1 no lane reads a slot, so chunk c + NS goes where c was.
+    # Copies run NS chunks ahead in a ring: no lane reads chunk c after region 1, so chunk c + NS takes its slot.
     C: gl.constexpr = 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -305,7 +305,7 @@ def _exact_fwd_kernel(
         s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY)) # read as chunk -1, which does not exist
     if SAVE:
         _store(ckpt, oS, S, mS, NARROW)
-    async_copy.wait_group(NS - 2) # its barrier saves one in every turn of the loop
+    async_copy.wait_group(NS - 2) # its barrier makes another one per iteration unnecessary
     here = length * 0
     for c in range(0, NC):
         # region 1
@@ -348,7 +348,7 @@ def _exact_fwd_kernel(
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
             Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
-            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # inf and NaN show from here on
+            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # Y becomes NaN where U is inf or NaN
             if HAS_Z:
                 Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
@@ -398,7 +398,7 @@ def _exact_bwd_kernel(
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; names in p are pairs of tiles. Step 15 - i is i with all bits
+    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; p_ marks pairs of tiles. Step 15 - i is i with all bits
     # inverted: a tile stored in a layout `up` and read in the one above it has, in the second tile, reversed steps.
     # Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds registers' places.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
@@ -480,7 +480,7 @@ def _exact_bwd_kernel(
     d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
     g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
     g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
-    # loaded in every chunk: from global memory, this load waited longer than any other instruction
+    # read in every chunk: reads from global memory stalled longer than any other instruction
     s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HAS_BIAS:
@@ -568,7 +568,7 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            if BD < 32 and N == 16: # early, while registers are free: later, no other work hides its wait
+            if BD < 32 and N == 16: # early, while registers are free: later, no other work would hide its latency
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
@@ -753,11 +753,11 @@ def _ring(plan: PortablePlan, direction: str = "forward") -> int:
 
 @functools.cache
 def _one_minimum(device: torch.device) -> bool:
-    "Check whether a GPU has the minimum of magnitudes that keeps a sign."
+    "Check whether a GPU has `min.xorsign.abs`, the minimum of magnitudes that keeps the sign."
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
 
 def _registers(plan: PortablePlan, gate: bool) -> int | None:
-    "Return the most registers per lane in the forward; None leaves the choice to the compiler, where it is as fast."
+    "Return the forward's register limit per lane; None, where a limit gains nothing, leaves it to the compiler."
     if plan.NP > 16 or (gate and plan.warps == 1):
         return None
     return 208 if plan.warps == 2 else 224

@@ -173,7 +173,7 @@ class Layer:
 def draw_gates(
     layer: Layer, D: int, N: int, generator: torch.Generator | None = None,
 ) -> dict: # parameter name -> tensor, for `layer.step`
-    "Draw a layer's parameters, uniform in the range in which it uses them; `kappa` has length one."
+    "Draw each parameter of a layer uniformly from its range; `kappa` has length one."
     sizes = {"D": D, "N": N}
     def draw(low, high, shape):
         return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
