@@ -130,7 +130,7 @@ def compare_states(record: dict) -> list[Comparison]:
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
-    "Return the points of comparison: the end of the first pass, if there are more, and of the last."
+    "Return the points of comparison: after the first pass, if there are more, and after the last."
     passes = max((run["tokens"] for run in results["runs"] if "val" in run), default=0) / results["train_tokens"]
     if passes <= 1.05:
         return [("", None)]
@@ -182,11 +182,11 @@ def about_language(record: dict) -> str:
     state = ", ".join(f"{name} {count / 1000:.0f}k" for name, count in numbers.items())
     return (f"{min(size):.3g}M to {max(size):.3g}M parameters; {unique / 1e6:.1f}M unique tokens{domains}, {read}. "
             f"Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
-            f"Numbers of state in the whole model: {state}. Learning rate {rate:g} only")
+            f"State size of the whole model: {state} numbers. Learning rate {rate:g} only")
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-021
 def tokens_at(curve: dict, level: float) -> float | None:
-    "Return the tokens at which a curve of straight lines first falls to a level; None if it never does."
+    "Return the tokens at which a piecewise linear curve first falls to a level; None if it never does."
     before = None
     for tokens, loss in zip(curve["tokens"], curve["all"]):
         if loss <= level:

@@ -31,8 +31,8 @@ def tokenise(rows, tokenizer, cut): # rows: {"name": [...], "text": [...]}; cut:
     return pieces
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-011
-PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: of a full piece; the least for a process
-THREADS = {} # "maps": thread that runs `map`; "forks": thread that forks now
+PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: in a full piece, and at least
+THREADS = {} # "maps": thread that runs `map`; "forks": thread that is forking
 
 def end_with_parent():
     "Ask Linux to end a process of `map` when the parent's thread ends."
@@ -89,7 +89,7 @@ def tokenised(path, function, processes): # path: from `write_piece`; function: 
     return rows.iter(1000)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-015
-EMPTY = hashlib.sha256().hexdigest() # hash of no text
+EMPTY = hashlib.sha256().hexdigest() # hash of an empty text
 
 class CorpusBuilder:
     "Both files of an unfinished corpus, cut back to the tokens that `state.json` confirms."
@@ -148,7 +148,7 @@ class CorpusBuilder:
         "Close both files and remove the piece."
         discard(self.path.with_name("piece"))
         for file in self.files.values():
-            with suppress(OSError): # of a full disk, known before
+            with suppress(OSError): # a full disk was already reported
                 file.close()
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-018
@@ -206,7 +206,7 @@ def write_corpus(folder, stages, tokenizer, about, workers):
     write_index(folder, about | {"whole_documents": work.state["whole"]}, work.state)
 
 def write_index(folder, about, parts): # parts: counts and SHA-256 of both
-    "Write `index.json`, with the hash by which records name the text: of the embedded corpus, or of both hashes."
+    "Write `index.json`, with the hash that identifies its text: the embedded corpus's, or one of both parts' hashes."
     digest = hashlib.sha256(" ".join(parts[part]["sha256"] for part in PARTS).encode()).hexdigest()
     digest = embedded_corpus_hash() if about["source"] == "stdlib" else digest
     write_record(folder / "index.json", about | {"text_sha256": digest} | {part: parts[part] for part in PARTS})
@@ -257,7 +257,7 @@ def check_files(folder, index):
                 if hashlib.file_digest(file, "sha256").hexdigest() != index[part]["sha256"]:
                     raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
     if files != known:
-        with suppress(OSError): # of a read-only folder
+        with suppress(OSError): # if the folder is read-only
             write_json(folder / "checked.json", files)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-026

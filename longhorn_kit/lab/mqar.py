@@ -65,7 +65,7 @@ def gap_law(task: Task) -> Tensor: # (slots,)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-011
 def draw_slots(task: Task, streams: int, generator: torch.Generator) -> Tensor: # (B,K)
-    "Draw the slot of each key's question without replacement: the K shortest of waiting times with the law's rates."
+    "Draw the slot of each key's question without replacement: the K shortest waiting times at the law's rates."
     law = gap_law(task).to(generator.device, torch.float32)
     waits = torch.empty(streams, task.slots, device=law.device).exponential_(generator=generator)
     return (waits / law).topk(task.keys, largest=False).indices
@@ -173,7 +173,7 @@ class Stage:
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-049
 @dataclass(frozen=True)
 class Config:
-    "All that decides the results of one scale."
+    "Settings that determine one scale's results."
     stages: tuple             # most important first
     vocab: int = 8192         # V
     lrs: tuple = (2.2e-3, 1e-2, 4.6e-4) # learning rates, tried with the first seed
@@ -190,7 +190,7 @@ class Config:
     longest: int = 4096       # tokens of the longest test
     gpu: bool = False         # whether jobs run on a GPU
 
-    per_gpu = 8 # jobs at a time on a GPU; it decides no result
+    per_gpu = 8 # jobs at a time on a GPU; does not affect results
 
     def __post_init__(self): check_config(self)
 
@@ -319,7 +319,7 @@ def state_bytes(model: SequenceLM, length: int) -> int:
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-043
 @torch.no_grad()
 def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor: # (K,T/2)
-    "Return how likely each key of one stream gets its right value if asked for after 2, 4, ..., T tokens instead."
+    "Return how likely each key of one stream is to get its value if asked for after 2, 4, ..., T tokens instead."
     tokens, keys, columns = streams.tokens[0], streams.tokens[0, streams.where[0]], []
     for t in range(2, len(tokens) + 1, 2):
         asked = torch.cat([tokens[:t].expand(len(keys), t), keys[:, None]], 1)

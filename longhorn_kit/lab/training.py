@@ -185,7 +185,7 @@ def resume_run(run):
                 about, history = read_checkpoint(path)
             restore(path, run.model, run.optimizer, run.average and run.average.weights, about["files"][".metadata"])
         except ValueError as error:
-            if "is damaged" not in str(error): # an error of any process
+            if "is damaged" not in str(error): # an error in any process
                 raise
             problem = problem or error
             if run.accelerator.is_main_process:
@@ -293,7 +293,7 @@ def take_folder(run, stack, brief): # stack, brief: ExitStacks of the run and of
     stack.enter_context(only_run_in(run.folder))
     if (run.folder / "config.json").exists():
         run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
-        before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # of old runs
+        before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # for what old runs lack
         fixed = sorted(set(ours) - run.config.may_change)
         check_same_settings(run.folder, before | run.known["config"], ours, fixed)
     tidy(run.folder, run.config.save_total_limit)
@@ -403,7 +403,7 @@ def summary(run):
     measured = {"step", unit, "loss", "lr", "grad_norm", f"{unit}_per_second"}
     return {
         "steps": run.step, unit: size,
-        "loss": sum(line["loss"] for line in recent) / len(recent), # of the last twentieth
+        "loss": sum(line["loss"] for line in recent) / len(recent), # over the last 5 % of the steps
         **{name: value for name, value in run.history[-1].items() if name not in measured},
         "seconds": run.seconds, f"{unit}_per_second": size / max(run.seconds, 1e-9),
         "resumed_from": run.resumed_from, "engine": engine(run), "history": run.history,

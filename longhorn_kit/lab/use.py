@@ -91,10 +91,10 @@ class Generate:
     prompt: str = "The "       # text to continue; - reads it from standard input
     tokens: int = 200          # tokens to add
     temperature: float = 1.0   # 0: always the most probable token
-    top_k: int | None = None   # draw among the k most probable tokens
-    top_p: float | None = None # draw among the smallest set with this probability
+    top_k: int | None = None   # draw from the k most probable tokens
+    top_p: float | None = None # draw from the smallest set with this probability
     seed: int = 0              # same seed, same text
-    tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
+    tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
 
     def __call__(self):
         folder = model_folder(self.checkpoint)
@@ -136,7 +136,7 @@ class Eval:
     include: str | None = None    # folder with further tasks
     context: int = 8192           # longest context in tokens; a longer one loses its start
     batch_size: int = 1           # requests at a time
-    tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER; by default that of the training
+    tokenizer: str | None = None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
     out: str | None = None        # JSON file of the results; by default in the model's folder
 
     def __call__(self):
@@ -157,7 +157,7 @@ class Export:
     "Write a checkpoint as a folder of transformers (needs the extra hf)."
     checkpoint: tyro.conf.Positional[str] # folder of a trained model or its training run
     folder: tyro.conf.Positional[str]     # where to write
-    tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default that of the training
+    tokenizer: str | None = None # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
     context: int = 8192          # tokens that other tools may pass to the model at once
 
     def __call__(self):

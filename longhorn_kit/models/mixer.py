@@ -165,7 +165,7 @@ class ScanProjections(Mixer):
         return self.in_proj(h).chunk(2, -1)
 
     def project(self, h, past=None, keep=True, cu_seqlens=None):
-        "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z as x, and the new past, None unless kept."
+        "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
         x, z = self.project_x_z(h)
         conv = self.conv1d
         out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep,

@@ -185,7 +185,7 @@ class Rule(NamedTuple):
     rate_again: Callable = None # (v, slope, |k|^2, inside, RAGGED_T) -> w in the backward
     step_at: Callable = None # `step` that also loads its operands
     four_steps: Callable = None # half a chunk forward and back
-    fall: Callable = None # (sum over n, sum for dx, x kept beside) -> the other factor of dv
+    fall: Callable = None # (sum over n, sum for dx, kept multiple of x) -> the other factor of dv
     normed: bool = False # whether the rate needs |k|^2
     fixed: bool = False # whether channels have rates A (D,N)
     timed: bool = False # whether tokens have rates A (B,T,N)
@@ -232,7 +232,7 @@ def _keys_in(k, q, a, sk, sq, sa, RULE: gl.constexpr):
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-030
 @gluon.jit
 def _rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
-    # eps; `bias` comes times -log2(e).
+    # eps; `bias` is already multiplied by -log2(e).
     return _reciprocal(1.0 + kk + gl.exp2(_fnma(LOG2E, b.to(gl.float32), bias)))
 
 
@@ -552,7 +552,7 @@ def _diagonal_adjoint_kernel(
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: gl.constexpr,
                            HAS_EDGE: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr):
-    # Each segment's state becomes the state that enters it, in place; loads of eight segments are in flight at a time.
+    # Replace each segment's state by the state that enters it; loads of eight segments are in flight at a time.
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     seq = (gl.program_id(0) // NBLOCKS).to(gl.int64)
     i = (gl.program_id(0) % NBLOCKS) * 128 + gl.arange(0, 128, LANES)
@@ -583,7 +583,7 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-049
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
-    # Sums of a and b (2,...) over their first dimension, one bit of a lane's number: a's as row 0, b's as row 1.
+    # Sum a and b (2,...) over their first dimension, which is one bit of the lane number. Row 0: a, row 1: b.
     # Two lanes meet: each gives away the part that the other adds up. `LANES` is their distance.
     return gl.inline_asm_elementwise(
         "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"
@@ -631,7 +631,7 @@ def _store_steps(ptr, apart, t, left, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _over_warps(t, shared, PARTS: gl.constexpr):
-    # Sum over the warps: each has left its part in shared memory, except a single warp.
+    # Sum over the warps, whose parts are in shared memory unless there is only one warp.
     HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
     if t.shape[1] == 1:
         return gl.convert_layout(gl.reshape(t, [4, t.shape[2]]), HALF)
@@ -680,8 +680,8 @@ def _over_channels(a, b):
 def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
                 VEC: gl.constexpr, RULE: gl.constexpr):
     # Four steps forward, states kept in registers, then back with (2) to (4). A lane sums its elements, then lanes
-    # meet. Parts of y come on the way back, where queries are loaded anyway. With few registers, y is stored before:
-    # after a store the compiler loads rows again that it would otherwise keep.
+    # meet. Parts of y come on the way back, where queries are loaded anyway. With few registers, y is stored first:
+    # after a store the compiler reloads rows that it would otherwise keep.
     FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -938,7 +938,7 @@ def _diagonal_bwd_kernel(
             s4 = sm4.index(1 - back).load(HALF)
             dv = fall * (w4 * s4 if RULE.normed else s4)
             _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
-            if RAGGED_T and not RULE.normed: # in these rules a key of 0 does not make it 0
+            if RAGGED_T and not RULE.normed: # in these rules a key of 0 does not make dv 0
                 dv = gl.where(tO < left - c * C - t0, dv, 0.0)
             abi += dv
             ads = gl.fma(dy, xh, ads)
@@ -987,7 +987,7 @@ def diagonal_plan(
         segment = _segment_steps(B, T, D, NP, direction)
     BD, warps = 32, NP // 16
     if direction == "forward":
-        if wide is None: # two at a time for each of an H200's 132 multiprocessors; no bit depends on it
+        if wide is None: # two at a time for each of an H200's 132 multiprocessors; the result does not change
             wide = NP == 16 and T >= 1024 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
         BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
     LS = segment or (_cdiv(T, 16) + 1) * 16
@@ -1006,7 +1006,7 @@ def _vector(D):
 def _aligned(t, vec):
     # t or a clone, rows a multiple of `vec` elements apart and the first at a multiple of 16 bytes: for wide loads.
     good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps one that starts elsewhere
+    return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
 
 
 def _keys(t, N):
@@ -1070,7 +1070,7 @@ def diagonal_forward(
     ckpt, owner = new(p.chunks if save else 0, p.NP, p.D), _segment_owner(p, cu_seqlens)
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     one_stride = _one_stride(p.D, x, b, z)
-    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # separate strides take registers; 128 channels lack them
+    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # separate strides need registers; 128 channels leave none
     _diagonal_fwd_kernel[(p.slots * p.blocks,)](
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,

@@ -79,7 +79,7 @@ def minimise_descent(
     tolerance: float=1e-10, # largest gradient entry at the end, relative to the start
     max_steps: int=5000,
 ) -> Tensor:                # (...,D,N) minimiser
-    "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if the gradient stays."
+    "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if it does not converge."
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * g.abs().max().item()
     for n in range(max_steps):
