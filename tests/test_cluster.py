@@ -109,8 +109,8 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     "The processes stop within two steps, not only when metrics are written, and resume to the bit."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
-    words = ["--nproc_per_node", 2, "--master_port", free_port(), "slow.py"]
-    launcher = torchrun(node, *words, seconds, "run", *COMMAND, "--steps", 12)
+    start = lambda *rest: torchrun(node, "--nproc_per_node", 2, "--master_port", free_port(), "slow.py", *rest, *COMMAND, "--steps", 12)
+    launcher = start(seconds, "run")
     until = time.monotonic() + 60
     while not (node / "run" / "config.json").exists():
         assert launcher.poll() is None and time.monotonic() < until
@@ -121,8 +121,9 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     [checkpoint] = (node / "run" / "checkpoints").iterdir()
     step = read_json(checkpoint / "checkpoint.json")["step"]
     assert launcher.returncode == 1 and step <= 4 and f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in told
-    again = torchrun(node, *words, 0, "run,whole", *COMMAND, "--steps", 12)
-    assert (again.communicate(timeout=60), again.returncode)[1] == 0
+    again = start(0, "run,whole")
+    told = again.communicate(timeout=60)[0]
+    assert again.returncode == 0, told
     assert curve(node / "run") == curve(node / "whole") and len(curve(node / "run")) == 12
     assert [attempt["from_step"] for attempt in read_json(node / "run" / "config.json")["attempts"]] == [0, step]
 
