@@ -111,18 +111,18 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     (node / "slow.py").write_text(SLOW)
     start = lambda *rest: torchrun(node, "--nproc_per_node", 2, "--master_port", free_port(), "slow.py", *rest, *COMMAND, "--steps", 12)
     launcher = start(seconds, "run")
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (node / "run" / "config.json").exists():
         assert launcher.poll() is None and time.monotonic() < until
         time.sleep(0.05)
     time.sleep(seconds / 2) # in the first or second step, after its vote
     launcher.send_signal(signal.SIGTERM)
-    told = launcher.communicate(timeout=60)[0]
+    told = launcher.communicate(timeout=120)[0]
     [checkpoint] = (node / "run" / "checkpoints").iterdir()
     step = read_json(checkpoint / "checkpoint.json")["step"]
     assert launcher.returncode == 1 and step <= 4 and f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in told
     again = start(0, "run,whole")
-    told = again.communicate(timeout=60)[0]
+    told = again.communicate(timeout=120)[0]
     assert again.returncode == 0, told
     assert curve(node / "run") == curve(node / "whole") and len(curve(node / "run")) == 12
     assert [attempt["from_step"] for attempt in read_json(node / "run" / "config.json")["attempts"]] == [0, step]
