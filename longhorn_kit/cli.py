@@ -279,7 +279,8 @@ def known(kind: str, name: str, names):
 # %% ../nbs/machine/cli.ipynb #cli-037
 def train_from(options) -> None:
     "Train with the preset's values and the flags given; with --plan, print the cost instead."
-    from longhorn_kit.lab.language import LM_PRESETS, find_preset, train_lm
+    from longhorn_kit.lab.language_training import train_lm
+    from longhorn_kit.lab.presets import LM_PRESETS, find_preset
     from longhorn_kit.models import MIXERS
     known("preset", options.preset, LM_PRESETS)
     known("mixer", options.mixer, MIXERS)
@@ -321,7 +322,7 @@ class TrainLM(Generic[S]):
     @staticmethod
     def settings_of(argv: list[str]):
         "Return the settings of the preset that is named."
-        from longhorn_kit.lab.language import LM_PRESETS, override
+        from longhorn_kit.lab.presets import LM_PRESETS, override
         if not (name := value_of("--preset", argv)):
             return None
         known("preset", name, LM_PRESETS)

@@ -453,7 +453,7 @@ def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monk
 
 def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     given = {}
-    monkeypatch.setattr("longhorn_kit.lab.language.train_lm", lambda *words, **options: given.update(options))
+    monkeypatch.setattr("longhorn_kit.lab.language_training.train_lm", lambda *words, **options: given.update(options))
     assert cli.main(["train-lm", "--preset", "laptop", "--out", "o", "--seed", "0", "--warmup", "0", "--save-every", "0",
                      "--compile", "--loss-chunk", "0", "--weight-decay", "0"]) == 0
     assert given == {"warmup": 0, "save_every": 0, "compile": True, "weight_decay": 0} # the others are the preset's

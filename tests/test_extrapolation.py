@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from longhorn_kit.lab import extrapolation as ex
 from longhorn_kit.lab.compare import about_length, compare_length, compare_needles
 from longhorn_kit.lab.data import get_tokenizer
-from longhorn_kit.lab.language import cache_numbers, new_model, override, save_lm
+from longhorn_kit.lab.language import cache_numbers
+from longhorn_kit.lab.language_training import new_model, save_lm
+from longhorn_kit.lab.presets import override
 from longhorn_kit.lab.run import run
 from longhorn_kit.models import MIXERS, LMConfig
 from longhorn_kit.records import read_record, write_record

@@ -15,7 +15,7 @@ from longhorn_kit.lab import checkpoint, images as lab_images, training, vision 
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.images import digit_images
-from longhorn_kit.lab.language import gather_full_model
+from longhorn_kit.lab.language_training import gather_full_model
 from longhorn_kit.lab.processes import make_accelerator, only_run_in, see_folder
 from longhorn_kit.lab.recipe import evaluate
 from longhorn_kit.lab.training import train

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhorn_kit.lab import planner
-from longhorn_kit.lab.language import find_preset
+from longhorn_kit.lab.presets import find_preset
 from longhorn_kit.lab.planner import LANGUAGE, PARTS, ROOT, plan, plan_text, record, recorded_runs, recorded_steps, waits
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.records import write_json

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
 from .data import get_tokenizer
-from .language import check_finite, check_vocabulary, trained_tokenizer
+from .language_training import check_finite, check_vocabulary, trained_tokenizer
 from ..models import SequenceLM
 from ..records import (
     atomic_folder, cannot_write, check_folder, command_line, environment, standing, to_plain, version_of)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from .corpus import prepare
 from .fit import fit
 from . import language
-from .language import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
+from .language_training import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
 from .presets import LM_PRESETS, LMPreset, override
 from .run import Experiment, Results
 from .recipe import TrainConfig

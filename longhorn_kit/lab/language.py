@@ -18,10 +18,8 @@ from torch import Tensor
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n03
 from .data import Sampler
-from .language_training import ( # noqa: F401
-    Texts, check_finite, check_vocabulary, fit, gather_full_model, held_out_losses, new_model, open_texts, save_lm,
-    source_of, tokens_hash, train_lm, trained_tokenizer)
-from .presets import LM_PRESETS, LMPreset, find_preset, model_config, override # noqa: F401
+from .language_training import Texts, fit, held_out_losses, new_model, open_texts, source_of
+from .presets import LM_PRESETS, LMPreset, model_config, override
 from .processes import TrainingDiverged
 from .recipe import TrainConfig
 from .run import Experiment, Results

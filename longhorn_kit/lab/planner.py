@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 import numpy as np
 import longhorn_kit
-from .language import LMPreset, find_preset, model_config
+from .presets import LMPreset, find_preset, model_config
 from .recipe import TrainConfig
 from ..models.lm import LMConfig, count_parameters
 from ..records import read_json, read_jsonl

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .language import LM_PRESETS, MAIN, OTHERS, SECOND, LMPreset, model_config, new_model
+from .language import MAIN, OTHERS, SECOND
+from .language_training import new_model
+from .presets import LM_PRESETS, LMPreset, model_config
 from .run import Experiment, Results
 from .training import engine, make_run, train_step
 from ..models.lm import count_parameters

@@ -23,21 +23,9 @@ def time_step_bias(size: int) -> Tensor: # (size,)
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return dt + torch.log(-torch.expm1(-dt)) # the inverse of softplus
 
-# %% ../../nbs/models/21_baselines.ipynb #21_baselines-010-c
-class SelectiveMixer(ScanMixer):
-    "A `ScanMixer` with Mamba's update."
-
-    def scan(self, q, k, x, dt_low_rank, z, **options):
-        dt = F.linear(dt_low_rank, self.dt_proj.weight)
-        return selective_scan(q, k, x, dt, self.rates(x), self.dt_proj.bias, self.D_skip, z, **options)
-
-    def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
-        dt_t, A = F.linear(dt_low_rank_t, self.dt_proj.weight), self.rates(x_t[:, None])
-        return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t, **options)
-
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-011
 @register_mixer("mamba")
-class Mamba(SelectiveMixer):
+class Mamba(ScanMixer):
     "Mamba's layer (S6), (B,T,d_model) -> (B,T,d_model); options as Longhorn's. Source: Gu and Dao, arXiv 2312.00752."
 
     def __init__(self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2):
@@ -51,6 +39,14 @@ class Mamba(SelectiveMixer):
     def rates(self, x):
         "Return the matrix A (d_inner,N)."
         return -torch.exp(self.A_log.float())
+
+    def scan(self, q, k, x, dt_low_rank, z, **options):
+        dt = F.linear(dt_low_rank, self.dt_proj.weight)
+        return selective_scan(q, k, x, dt, self.rates(x), self.dt_proj.bias, self.D_skip, z, **options)
+
+    def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
+        dt_t, A = F.linear(dt_low_rank_t, self.dt_proj.weight), self.rates(x_t[:, None])
+        return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t, **options)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
 @register_mixer("mamba_input_a")

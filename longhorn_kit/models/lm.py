@@ -17,27 +17,9 @@ from torch import Tensor, nn
 from ..scan.arguments import shown
 from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-005-d
-class JSONConfig:
-    "Base of a dataclass that converts to JSON."
-
-    def to_dict(self) -> dict:
-        "Return the fields as a dict for JSON."
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict):
-        "Return the config with these fields; an unknown key raises a `ValueError`."
-        if not isinstance(values, dict):
-            raise ValueError(f"config is {values!r}; expected a dict")
-        known = [f.name for f in fields(cls)]
-        if unknown := [key for key in values if key not in known]:
-            raise ValueError(f"config has no key {unknown[0]!r}; known keys: {', '.join(known)}")
-        return cls(**values)
-
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @dataclass
-class LMConfig(JSONConfig):
+class LMConfig:
     "Configuration of a `SequenceLM`; mistakes raise a `ValueError`."
     vocab_size: int = 256       # number of tokens
     d_model: int = 128          # width of the residual stream
@@ -50,6 +32,20 @@ class LMConfig(JSONConfig):
     norm_eps: float = 1e-5      # in every RMSNorm
 
     def __post_init__(self): check_config(self)
+
+    def to_dict(self) -> dict:
+        "Return the fields as a dict for JSON."
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "LMConfig":
+        "Return the config with these fields; an unknown key raises a `ValueError`."
+        if not isinstance(values, dict):
+            raise ValueError(f"config is {values!r}; expected a dict")
+        known = [f.name for f in fields(cls)]
+        if unknown := [key for key in values if key not in known]:
+            raise ValueError(f"config has no key {unknown[0]!r}; known keys: {', '.join(known)}")
+        return cls(**values)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-008
 def check_config(config):
@@ -210,9 +206,9 @@ def count_parameters(config: LMConfig) -> int:
     with torch.device("meta"):
         return Backbone(config).num_parameters()
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-031
-class Stepper(Backbone):
-    "A `Backbone` that reads one token at a time from a cache."
+# %% ../../nbs/models/22_lm.ipynb #22_lm-031-c
+class Decoder(Backbone):
+    "A `Backbone` that decodes from a cache."
 
     def empty_cache(self, batch_size, device=None, dtype=None):
         "Return one mixer cache per block, before the first token."
@@ -229,10 +225,6 @@ class Stepper(Backbone):
         "Return the logits (B,V) of the next token (B,) and the cache after it."
         h, cache = self.decode(self.embed(token, 1), cache)
         return self.read_out(h), cache
-
-# %% ../../nbs/models/22_lm.ipynb #22_lm-031-c
-class Decoder(Stepper):
-    "A `Backbone` that decodes from a cache."
 
     def prefill(self, tokens, cache=None, last_only=False):
         "Return the logits (B,T,V) of the next tokens (B,T), or (B,1,V) with `last_only`, and the cache after them."

@@ -27,9 +27,9 @@ class MatrixCache(NamedTuple):
     S: Tensor        # (B,H,P,N) a matrix per head, in float32 (float64 for a float64 layer)
     position: Tensor # (B,) tokens read
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008
-class MatrixState(Mixer):
-    "Heads, cache and read-out."
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008-c
+class MatrixMixer(Mixer):
+    "A layer with a matrix state: subclasses define `inputs` (what fades and what is written)."
 
     def __init__(self, d_model, n_heads, d_key, d_value, past=(0, 0)):
         super().__init__(d_model)
@@ -47,10 +47,6 @@ class MatrixState(Mixer):
     def read_out(self, y, gate): # (B,T,H,P) -> (B,T,H*P): each head normalised, then gated if there is a gate
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
-
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008-c
-class MatrixMixer(MatrixState):
-    "A layer with a matrix state: subclasses define `inputs` (what fades and what is written)."
 
     def run(self, x, cache=None, keep_cache=False):
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
@@ -159,9 +155,9 @@ class HGRN2(MatrixMixer):
 
     def read_out(self, y, gate): return head_norm(y.flatten(2), self.norm_weight)
 
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029
-class ShiftWeights(MatrixMixer):
-    "Parameters of RWKV's layers."
+# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
+class TokenShift(MatrixMixer):
+    "Shift, projections and read-out of RWKV."
 
     def __init__(self, d_model, n_heads, *powers):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
@@ -174,10 +170,6 @@ class ShiftWeights(MatrixMixer):
         for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
             nn.init.uniform_(proj.weight, -size * d_model**-0.5, size * d_model**-0.5)
         self.norm = nn.GroupNorm(H, self.values, eps=64e-5)
-
-# %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
-class TokenShift(ShiftWeights):
-    "Shift, projections and read-out of RWKV."
 
     def shift(self, x, past):
         "Return the token before minus this one (B,T,d_model), and the new past (B,d_model,1)."

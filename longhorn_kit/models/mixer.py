@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import shown
+from ..scan.arguments import check_tensor, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -110,15 +110,9 @@ class Mixer(nn.Module, ABC):
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
 def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = None) -> Tensor:
     "Return `x`, or raise a `ValueError` with the right shape: 3 `dims` for a sequence, 2 for a token."
-    shape = f"({'B, T, ' if dims == 3 else 'B, '}{d_model})"
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x is {shown(x)}; expected a tensor of shape {shape}")
-    if x.dim() != dims or x.shape[-1] != d_model:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected {shape}")
-    if not x.is_floating_point():
-        raise ValueError(f"x has dtype {x.dtype}; expected a floating-point dtype")
-    typed = weight is not None and weight.is_floating_point() and not torch.is_autocast_enabled(x.device.type)
-    if typed and x.dtype != weight.dtype:
+    check_tensor("x", x, (*"BT"[:dims - 1], d_model))
+    other = weight is not None and weight.is_floating_point() and x.dtype != weight.dtype
+    if other and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 

@@ -54,9 +54,9 @@ def _(q, k, x, b, b_bias, D_skip, A_log, scan):
 
 SCANS = ("longhorn", "longhorn_exact", "mamba")
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-011-c
-class DirectionWeights(nn.Module):
-    "Parameters of one direction."
+# %% ../../nbs/models/23_vision.ipynb #23_vision-012
+class Direction(nn.Module):
+    "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
     def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str):
         super().__init__()
@@ -68,10 +68,6 @@ class DirectionWeights(nn.Module):
         rates = torch.arange(1.0, d_state + 1).log().repeat(d_inner, 1)
         self.A_log = nn.Parameter(rates) if scan == "mamba" else None
         self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
-
-# %% ../../nbs/models/23_vision.ipynb #23_vision-012
-class Direction(DirectionWeights):
-    "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
     def forward(self, u: Tensor) -> Tensor:
         if torch.jit.is_scripting():
@@ -129,9 +125,9 @@ def put_first(x: Tensor) -> Tensor: # (B,1+L,C), class token in the middle
     middle = (x.shape[1] - 1) // 2
     return torch.cat([x[:, middle:middle + 1], x[:, :middle], x[:, middle + 1:]], 1)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-031
+# %% ../../nbs/models/23_vision.ipynb #23_vision-033
 class VisionBase(VisionTools):
-    "Patches, positions and the class token of a Vim."
+    "Patches, positions, class token and forward pass of a Vim."
 
     def _embed(self, img_size, patch_size, in_chans, dim, class_token, dynamic, pad):
         flexible = dict(strict_img_size=False, output_fmt="NHWC") if dynamic else {}
@@ -150,10 +146,6 @@ class VisionBase(VisionTools):
         "Move the class token to the front of (B,1+L,C)."
         return x if self.cls_token is None else put_first(x)
 
-# %% ../../nbs/models/23_vision.ipynb #23_vision-033
-class VisionForward(VisionBase):
-    "Forward pass of a Vim."
-
     def forward_features(self, x: Tensor) -> Tensor:
         "Return features (B,1+L,C) of images (B,in_chans,H,W), class token first."
         x = self._tokens(x)
@@ -169,7 +161,7 @@ class VisionForward(VisionBase):
         return x if pre_logits else self.head(x)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-035
-class VisionLonghorn(VisionForward):
+class VisionLonghorn(VisionBase):
     "A Vision Mamba with one of three scans: (B,in_chans,H,W) -> (B,num_classes)."
     dynamic_img_size: torch.jit.Final[bool]
 
