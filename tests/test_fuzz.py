@@ -30,6 +30,7 @@ def forked(work, limit): # work() -> exit code; prints to the screen
             os.dup2(screen[1], 1), os.dup2(screen[1], 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            torch.set_num_threads(1) # OpenMP's threads do not survive a fork: a second one would be waited for without end
             code = work()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
