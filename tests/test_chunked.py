@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from scan_cases import call, gradients, inputs, leaves
 from longhorn_kit.scan import chunked
@@ -157,6 +158,25 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
             assert part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_finite_differences_confirm_the_operation(form, way):
+    "PyTorch's gradcheck in float64, with the initial and the final state; also compiled, and recomputed inside a compiled function."
+    from longhorn_kit.scan.op import longhorn_scan, selective_scan
+    t = leaves(make(1, 5, 2, 2, form=form))
+    names, given = zip(*((n, v) for n, v in t.items() if v is not None))
+    def scan(*tensors):
+        a = dict(zip(names, tensors))
+        if "A" not in a:
+            return longhorn_scan(**a, form=form, output_final_state=True)
+        dt, bias = a.pop("b"), a.pop("b_bias", None)
+        return selective_scan(**a, dt=dt, dt_bias=bias, output_final_state=True)
+    torch._dynamo.reset()
+    ways = dict(eager=scan, compiled=scan, recomputed=lambda *a: checkpoint(scan, *a, use_reentrant=False))
+    asked = ways[way] if way == "eager" else torch.compile(ways[way], fullgraph=True, backend="aot_eager")
+    assert torch.autograd.gradcheck(asked, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -302,6 +302,25 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
                 scan(backend)(dual)
 
 
+@pytest.mark.parametrize("form", ("diagonal", "s6"))
+@pytest.mark.parametrize("transform", ("grad", "jvp", "vmap", "dual numbers"))
+def test_compiled_transforms_take_the_reference_too(transform, form):
+    "The operation has no forward mode: a compiled tangent used to be zero."
+    t = make(T=3, dtype=torch.float64)
+    A, q, u = rates(form, t), t["q"], t["k"]
+    scan = lambda q: run(form, t | {"q": q}, A)
+    def tangent(q):
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(scan(torch.autograd.forward_ad.make_dual(q, u))).tangent
+    asked = dict(grad=torch.func.grad(lambda q: scan(q).square().sum()), jvp=lambda q: torch.func.jvp(scan, (q,), (u,))[1],
+                 vmap=lambda q: torch.func.vmap(scan)(torch.stack([q, u])))
+    asked = asked.get(transform, tangent)
+    torch._dynamo.reset()
+    found, expected = torch.compile(asked, fullgraph=True, backend="aot_eager")(q), asked(q)
+    torch.testing.assert_close(found, expected)
+    assert expected.abs().max() > 0.1
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_can_be_asked_of_tensors_without_data(form):
     t = {name: value.to("meta") for name, value in make().items()}

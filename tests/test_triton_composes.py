@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from layouts import Pool
@@ -216,6 +217,32 @@ def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
     layer.zero_grad()
     whole.square().sum().backward()
     assert all(g.dtype == torch.float32 and error(g, p.grad) < 5e-2 for g, p in zip(grads, layer.parameters()))
+
+
+class Dtypes(TorchDispatchMode):
+    "Record the dtypes of the queries and keys of every scan."
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.longhorn_kit.scan.default:
+            self.seen.append({args[0].dtype, args[1].dtype})
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("form", ("diagonal", "exact"))
+def test_float32_queries_and_keys_follow_autocast_to_the_fast_exact_kernels(form, path):
+    a, *_ = inputs(*SIZES, form, dtype=torch.float32)
+    a = leaves(a | dict(k=a["k"].bfloat16()))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16), Dtypes() as dtypes:
+        out, state = call(a, form)
+    assert dtypes.seen == [{torch.bfloat16} if form == "exact" else {torch.float32, torch.bfloat16}]
+    (out.square().sum() + state.sum()).backward()
+    assert a["q"].grad.dtype == out.dtype == torch.float32 and a["k"].grad.dtype == torch.bfloat16
+    with Dtypes() as dtypes:
+        assert error(out, call(a, form)[0]) < 2e-2
+    assert dtypes.seen == [{torch.float32, torch.bfloat16}]    # autocast alone decides
 
 
 def bytes_kept(run, given):

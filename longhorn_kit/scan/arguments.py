@@ -176,12 +176,14 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
 HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
+@torch.compiler.assume_constant_result # asked while tracing
+def in_functorch() -> bool:
+    "Return whether a transform of torch.func runs."
+    return torch._C._are_functorch_transforms_active()
+
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or any(
-        t is not None and unpack_dual(t).tangent is not None for t in tensors)
+    return in_functorch() or any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     "Return why no Triton kernel can run these, the first called `name`; None if one can."

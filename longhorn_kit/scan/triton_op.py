@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
-import logging
+import warnings
 from functools import cache, partial
 from itertools import product
 
@@ -32,17 +32,16 @@ if not _obstacle:
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-010
 FAST = True # False: the portable kernels always
 KNOWN_TRITON = ("3.6.", "3.7.")
-_log = logging.getLogger(__name__)
 
 
 @cache
-def _portable_instead(why): # cached: a reason is logged once
-    _log.warning("longhorn_kit: the portable scan kernels run instead of the fast ones: %s", why)
+def _portable_instead(why): # cached: one warning per reason
+    warnings.warn(f"the portable scan kernels run instead of the fast ones and take longer: {why}", stacklevel=2)
 
 
 @cache
 def fast_kernels_work(device: int) -> bool: # index of the GPU
-    "Return whether the fast kernels may run on a GPU; log the reason if not."
+    "Return whether the fast kernels may run on a GPU; warn if not."
     why = _obstacle
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
@@ -99,7 +98,8 @@ def _not_taken(form, q, k, checkpoint_every):
     if checkpoint_every % own:
         return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
-        return f"the exact ones take keys and queries in bfloat16; got {k.dtype}, {q.dtype}"
+        return (f"the exact ones take keys and queries in bfloat16; got k {k.dtype}, q {q.dtype}; convert both, "
+                "or call under torch.autocast to bfloat16")
     if form not in ("diagonal", "exact") and not selective_takes(N):
         return f"the {form} ones take N up to 64; got N = {N}"
 
@@ -251,10 +251,18 @@ once_only(_scan_backward,
           "longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-030
+def _operands(form, q, k):
+    # Queries and keys as autocast gives them to products: only the exact form multiplies matrices.
+    kind = k.device.type
+    if form == "exact" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        return q.to(torch.bfloat16), k.to(torch.bfloat16)
+    return q, k
+
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
                 cu_seqlens=None, checkpoint="fast"):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
     form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
+    q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     scan = torch.ops.longhorn_kit.scan.default # by name: see `triton_conv`
