@@ -50,7 +50,8 @@ class Browser:
         while self.run("[location.pathname, document.readyState]") != [path.resolve().as_uri()[7:], "complete"]:
             assert time.monotonic() < limit, f"{path} does not load"
             time.sleep(0.05)
-        self.run("document.head.insertAdjacentHTML('beforeend', '<style>* { animation: none !important; transition: none !important }</style>')")
+        still = "* { animation: none !important; transition: none !important; scroll-behavior: auto !important }"
+        self.run(f"document.head.insertAdjacentHTML('beforeend', '<style>{still}</style>')")
         self.run("window.MathJax?.startup?.promise?.then(() => 1)")
 
     def press(self, key):

@@ -448,8 +448,8 @@ def test_pages_work_by_keyboard(site, browser, width):
     browser.open(site / "machine/plots.html", width)
     tab()
     browser.press("Enter")
-    steps = [tab() for _ in range(40)]
-    assert {step["place"] for step in steps} == {"ARTICLE"} and all(step["seen"] for step in steps), [step for step in steps if not step["seen"]]
+    steps = [tab() for _ in range(20)]
+    assert {step.get("place") for step in steps} == {"ARTICLE"} and all(step["seen"] for step in steps)
     assert {"SUMMARY", "PRE", "A"} <= {step["tag"] for step in steps}
     browser.run("document.querySelector('article summary').focus()")
     browser.press("Enter")
