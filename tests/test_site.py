@@ -265,17 +265,16 @@ def only_draws(cell):
     return len(code) >= 6 and 2 * len(drawing) > len(code) and not TEACHES.search(cell["source"]) and bool(build.pictures(cell))
 
 
-def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site():
+def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(prepared):
     folded, sites = [], 0
     for path in build.notebooks():
-        cells = [cell for cell in build.read(path)["cells"] if cell["cell_type"] == "code"]
-        for cell in cells:
+        for cell in (cell for cell in build.read(path)["cells"] if cell["cell_type"] == "code"):
             hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
             assert "code-fold" not in build.directives(cell), "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
             wanted = "solution" in cell["metadata"].get("tags", ()) or only_draws(cell) and path.stem != "plots"
             assert hidden or not wanted, f"{path.stem}: collapse this cell in JupyterLab and save\n{cell['source']}"
             folded += [(path, cell["id"])] * hidden
-        made = build.page(build.read(path), path)["cells"]
+        made = json.loads((prepared[0] / "pages" / path.relative_to(build.NOTEBOOKS)).read_text())["cells"]
         sites += sum(c["metadata"].get("mystnb", {}).get("code_prompt_show") in ("Code", "Solution") for c in made)
     assert len(folded) == sites > 150
 
@@ -417,7 +416,7 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["index", "map", "search", "theory/01_objective", "scan/15_op", "models/20_mixer", "lab/32_recall",
                                   "lab/39_ledger", "machine/plots"])
-def test_axe_finds_nothing_serious(site, browser, name, theme):
+def test_axe_finds_nothing_serious(browser, site, name, theme):
     for width in (390, 1200):
         browser.open(site / f"{name}.html", width, theme)
         assert [found for found in browser.findings() if found[1] in ("serious", "critical")] == [], width
@@ -433,7 +432,7 @@ FOCUS = """(() => {
 
 @pytest.mark.release
 @pytest.mark.parametrize("width", [390, 1200])
-def test_pages_work_by_keyboard(site, browser, width):
+def test_pages_work_by_keyboard(browser, site, width):
     def tab():
         browser.press("Tab")
         return browser.run(FOCUS)
