@@ -50,14 +50,14 @@ test-gpu: ## run every test that needs a GPU with the Python that is found, and 
 	@$(PYTHON) tests/gpu.py
 
 lab: $(STAMP) ## open the book in JupyterLab
-	@$(BIN)/jupyter lab nbs/index.ipynb
+	@$(BIN)/jupyter lab --ServerApp.root_dir=. nbs/index.ipynb
 
 sync: $(STAMP) ## export the package from the notebooks and clean them (before a commit)
 	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
 
 outputs: $(STAMP) ## execute the notebooks in place, so that their committed outputs are fresh
 	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level WARN $(or $(NB),$(wildcard nbs/*/*.ipynb nbs/*.ipynb))
-	@$(BIN)/nbdev_clean
+	@$(BIN)/python docs/figures.py && $(BIN)/nbdev_clean
 
 docs: $(STAMP) ## build the site from the notebooks into docs/_site
 	@$(BIN)/python docs/build.py

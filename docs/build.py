@@ -25,6 +25,7 @@ PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab", 
 REFERENCE = ("map", "glossary", "references", "api")
 DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+WIDE = 640 # a figure of more pixels keeps its letters legible on a small screen: it is scrolled there
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
 
 
@@ -130,9 +131,9 @@ def copy_embedded(html: str, path: Path, files: set) -> None:
         files.add((path.parent / target).resolve())
 
 
-def shows_one_picture(cell: dict) -> bool:
-    pictures = [o for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    return len(pictures) == 1 and not any("text/html" in o.get("data", {}) for o in cell["outputs"])
+def pictures(cell: dict) -> list:
+    "The outputs of a cell that are pictures."
+    return [o for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
 
 
 def plain(markdown: str) -> str:
@@ -147,11 +148,14 @@ def give_captions(cells: list) -> None:
         if cell["cell_type"] == "markdown":
             found = re.findall(r"^#+ (.*)$", cell["source"], re.MULTILINE)
             heading = found[-1] if found else heading
-        if not shows_one_picture(cell):
+        if not (shown := pictures(cell)):
             continue
         options = cell["metadata"].setdefault("mystnb", {})
         options["image"] = {"alt": f"Figure: {plain(heading)}"}
-        if following and following["cell_type"] == "markdown" and (match := CAPTION.match(following["source"])):
+        if max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
+            options["image"]["classes"] = "wide"
+        alone = len(shown) == 1 and not any("text/html" in o.get("data", {}) for o in cell["outputs"])
+        if alone and following and following["cell_type"] == "markdown" and (match := CAPTION.match(following["source"])):
             text = " ".join(match[1].split())
             options["image"]["alt"] = plain(re.split(r"(?<=[a-z)])\. ", text)[0])
             options["figure"] = {"caption": text}
@@ -212,10 +216,8 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
-            if "code-fold" in marks:
-                fold(cell, marks.get("code-summary", "Code of the figure").strip().strip('"'))
-            elif old.get("jupyter", {}).get("source_hidden"):
-                fold(cell, "Solution")
+            if old.get("jupyter", {}).get("source_hidden"): # the mark by which JupyterLab folds a cell
+                fold(cell, "Solution" if "solution" in old.get("tags", ()) else "Code")
             elif not cell.get("outputs") and only_imports(cell["source"]):
                 fold(cell, "Imports")
         else:

@@ -141,6 +141,17 @@ def one_anchor_an_equation(app, doctree, doc):
             box["ids"] = []
 
 
+LINES = re.compile(r'<dl>\s*((?:<dd>.*?</dd>\s*)+)</dl>(?=\s*<span class="sig-paren">)', re.S)
+
+
+def for_screen_readers(app, name, template, context, doctree):
+    "Mend what Sphinx, its theme and myst-nb write: names that hide a text, headings without a level, lists of one kind."
+    lines = lambda match: f"<div>{match[1].replace('<dd>', '<div>').replace('</dd>', '</div>')}</div>"
+    context["body"] = LINES.sub(lines, context.get("body", "").replace(' aria-label="Toggle hidden content"', ""))
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app):
     NAMES.update(json.loads((Path(app.srcdir).parent / "names.json").read_text(encoding="utf-8")))
     for full in NAMES["definitions"]:
@@ -148,6 +159,7 @@ def setup(app):
     app.connect("doctree-read", leave_mathematics_alone)
     for step in (link_names, link_numbers, one_anchor_an_equation):
         app.connect("doctree-resolved", step)
+    app.connect("html-page-context", for_screen_readers, priority=900) # after the theme
     app.connect("build-finished", drop_unused_mathjax)
 
 

@@ -6,6 +6,8 @@
 __all__ = ['COLORS', 'LABELS', 'INK', 'use_style', 'label_ends', 'plot_seeds']
 
 # %% ../nbs/machine/plots.ipynb #plots-003
+import sys
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -43,6 +45,9 @@ def use_style():
         "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
         **dict.fromkeys(ink, INK),
     })
+    if shell := "IPython" in sys.modules and sys.modules["IPython"].get_ipython(): # twice the pixels in a notebook
+        from matplotlib_inline.config import InlineBackend
+        InlineBackend.instance(parent=shell).figure_formats = {"retina"}
 
 # %% ../nbs/machine/plots.ipynb #plots-008
 def label_ends(

@@ -3,9 +3,12 @@
 The pages are prepared (and those tests run) without the extra `docs`; building and crawling the whole site needs it.
 """
 import ast
+import base64
 import importlib.metadata
+import io
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from urllib.parse import unquote
@@ -16,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 import api  # noqa: E402
 import build  # noqa: E402
+import figures  # noqa: E402
+from browser import MISSING, Browser  # noqa: E402
 
 NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning") # of Sphinx's extensions
@@ -200,13 +205,101 @@ def test_front_pages_are_short_and_sparing_with_numbers():
         assert len(re.findall(number, sentence)) <= 1 or any(words in " ".join(sentence.split()) for words in allowed), sentence
 
 
-def test_the_python_and_the_links_of_the_readme_work():
+def test_the_python_of_the_readme_works():
     text, scope = (ROOT / "README.md").read_text(), {}
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     exec(code, scope)
     assert scope["y"].shape == (2, 100, 128) and scope["state"].shape == (2, 64, 16) and len(code.strip().splitlines()) == 6
-    for target in filter(None, sum(re.findall(r'\]\((?!https?:|#)([^)\s]+)\)|src="(?!https?:)([^"]+)"', text), ())):
-        assert (ROOT / target).exists(), target
+
+
+def server_root():
+    "The folder that JupyterLab serves under `make lab`, by the command of the Makefile and the server's own rules."
+    app = pytest.importorskip("jupyter_server.serverapp").ServerApp()
+    command = re.search(r"^lab:.*\n\t@\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    app.parse_command_line(shlex.split(command))
+    return Path(app.root_dir).resolve()
+
+
+PAGES = [*build.notebooks(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def markdown_of(path):
+    "The text of a page outside of code, and what its outputs show as HTML."
+    cells = build.read(path)["cells"] if path.suffix == ".ipynb" else [{"cell_type": "markdown", "source": path.read_text(encoding="utf-8")}]
+    shown = [c["source"] for c in cells if c["cell_type"] == "markdown"]
+    shown += ["".join(o.get("data", {}).get("text/html", "")) for c in cells for o in c.get("outputs", ())]
+    return re.sub(r"```.*?```|`[^`\n]+`", "", "\n".join(shown), flags=re.S)
+
+
+def headings(path):
+    "The anchors of a page: JupyterLab's form of a heading and GitHub's."
+    found = re.findall(r"^#+ +(.*?) *$", markdown_of(path), re.M)
+    return {h.replace(" ", "-") for h in found} | {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in found}
+
+
+def test_every_link_and_image_works_under_make_lab_and_on_github(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    root, dead, count = server_root(), [], 0
+    for path in PAGES:
+        text = markdown_of(path)
+        targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r'<(?:a|img|iframe|source|video)\b[^>]*?\s(?:href|src|srcset)="([^"]+)"', text)
+        for target in targets:
+            file, _, anchor = unquote(target).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            there = (path.parent / file).resolve() if file else path
+            count += 1
+            if not there.exists() or not there.is_relative_to(root) or anchor and anchor not in headings(there):
+                dead.append(f"{path.relative_to(ROOT)}: {target}")
+    assert not dead and count > 500, "\n".join(dead)
+
+
+DRAWS = re.compile(r"\bplt\.|\b(?:ax|axes|fig)\b[.\[]|\.(?:set|imshow|bar|axis|set_title)\(|\b(?:label_ends|plot_\w+|draw_\w+)\(")
+TEACHES = re.compile(r"\bassert\b|\bprint\(|\bshow_\w+\(|^(?:def|class) ", re.M)
+
+
+def only_draws(cell):
+    "Is a figure all that a cell of six lines or more is for?"
+    code = [line for line in cell["source"].splitlines() if line.strip() and not line.startswith("#")]
+    drawing = [line for line in code if DRAWS.search(line)]
+    return len(code) >= 6 and 2 * len(drawing) > len(code) and not TEACHES.search(cell["source"]) and bool(build.pictures(cell))
+
+
+def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(prepared):
+    folded, sites = [], 0
+    for path in build.notebooks():
+        for cell in (cell for cell in build.read(path)["cells"] if cell["cell_type"] == "code"):
+            hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+            assert "code-fold" not in build.directives(cell), "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
+            wanted = "solution" in cell["metadata"].get("tags", ()) or only_draws(cell) and path.stem != "plots"
+            assert hidden or not wanted, f"{path.stem}: collapse this cell in JupyterLab and save\n{cell['source']}"
+            folded += [(path, cell["id"])] * hidden
+        made = json.loads((prepared[0] / "pages" / path.relative_to(build.NOTEBOOKS)).read_text())["cells"]
+        sites += sum(c["metadata"].get("mystnb", {}).get("code_prompt_show") in ("Code", "Solution") for c in made)
+    assert len(folded) == sites > 150
+
+
+def test_figures_have_twice_the_pixels_and_few_bytes():
+    from PIL import Image
+    for path in build.notebooks():
+        for output in figures.pictures(build.read(path)):
+            data = base64.b64decode("".join(output["data"]["image/png"]))
+            image, size = Image.open(io.BytesIO(data)), output["metadata"].get("image/png", {})
+            remedy = f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"
+            assert abs(image.width - 2 * size.get("width", 0)) <= 1 and abs(image.height - 2 * size["height"]) <= 1, remedy
+            assert figures.pack(data) == data, remedy
+        assert path.stat().st_size < 1e6, path.stem
+
+
+def test_a_packed_figure_looks_the_same():
+    import numpy as np
+    from PIL import Image
+    rows, columns = np.mgrid[:200, :300]
+    pixels = np.stack([rows, columns // 3, 255 - rows, 255 - columns // 2], -1).astype("u1") # thousands of blends
+    pixels[:, :150] = np.array([[10, 20, 30, 0], [178, 24, 43, 255]], "u1")[np.arange(200) // 100][:, None]
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png")
+    packed = np.array(Image.open(io.BytesIO(figures.pack(file.getvalue()))).convert("RGBA"))
+    assert (packed[:, :150] == pixels[:, :150]).all() and abs(packed.astype(int) - pixels).mean() < 6
 
 
 def test_every_cited_paper_is_on_the_page_of_references():
@@ -308,3 +401,55 @@ def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equation
     elsewhere = {link for name, page in pages.items() if name not in ("scan/15_op.html", "api.html") for link in page.links}
     assert any(link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere)
     assert "#equation-1" in {link for page in pages.values() for link in page.links}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if MISSING:
+        pytest.skip(MISSING)
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["index", "map", "search", "theory/01_objective", "scan/15_op", "models/20_mixer", "lab/32_recall",
+                                  "lab/39_ledger", "machine/plots"])
+def test_axe_finds_nothing_serious(browser, site, name, theme):
+    for width in (390, 1200):
+        browser.open(site / f"{name}.html", width, theme)
+        assert [found for found in browser.findings() if found[1] in ("serious", "critical")] == [], width
+
+
+FOCUS = """(() => {
+  const e = document.activeElement, r = e.getBoundingClientRect(), s = getComputedStyle(e), seen = s.outlineStyle != "none" ||
+    getComputedStyle(e.parentElement).outlineStyle != "none";
+  return {tag: e.tagName, name: e.ariaLabel || e.innerText || "", kind: e.className, place: e.closest("article, aside, header")?.tagName,
+          seen: seen && s.visibility == "visible" && s.opacity == "1" && r.right > 0 && r.left < innerWidth && r.bottom > 0 && r.top < innerHeight}
+})()"""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("width", [390, 1200])
+def test_pages_work_by_keyboard(browser, site, width):
+    def tab():
+        browser.press("Tab")
+        return browser.run(FOCUS)
+    browser.open(site / "machine/plots.html", width)
+    assert (first := tab())["name"].strip() == "Skip to content" and first["seen"]
+    if width == 390: # the search is in a drawer
+        assert tab()["name"] == "Pages"
+        browser.press("Enter")
+    steps = [tab() for _ in range(6)]
+    assert "sidebar-search" in [step["kind"] for step in steps] and all(step["seen"] for step in steps)
+    browser.press("Escape")
+    browser.open(site / "machine/plots.html", width)
+    tab()
+    browser.press("Enter")
+    steps = [tab() for _ in range(20)]
+    assert {step.get("place") for step in steps} == {"ARTICLE"} and all(step["seen"] for step in steps)
+    assert {"SUMMARY", "PRE", "A"} <= {step["tag"] for step in steps}
+    browser.run("document.querySelector('article summary').focus()")
+    browser.press("Enter")
+    assert browser.run("document.activeElement.parentElement.open")
