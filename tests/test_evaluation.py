@@ -190,7 +190,7 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     export = checkpoint.parent / "export"
     contents = lambda: {path.name: path.read_bytes() for path in export.iterdir()}
     before = contents()
-    def full(model, folder, words):
+    def full(model, folder, *_):
         (folder / "config.json").write_text("half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("transformers")
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
-from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
+from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
