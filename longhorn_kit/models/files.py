@@ -112,8 +112,8 @@ tags: [longhorn-kit, {config.mixer}]
 |---|---|
 {table}
 Load the model with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`. The folder contains a copy
-of longhorn-kit's code, which runs if longhorn-kit is not installed. After `import longhorn_kit.models.transformers`, the
-argument is not needed. The tokenizer has no code: `AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)`.
+of longhorn-kit's code, which runs if longhorn-kit is not installed. `import longhorn_kit.models.transformers` makes the
+argument unnecessary. The tokenizer has no code: `AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)`.
 """
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-016
