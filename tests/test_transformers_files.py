@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.evaluation import export_checkpoint, hf_tokenizer
 from longhorn_kit.lab.language_training import train_lm
-from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
-from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder
+from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, to_transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WITHOUT_KIT = """
@@ -119,6 +119,19 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     prompt = torch.arange(30, 50)[None]
     torch.testing.assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_adapters_on_all_linear_layers_learn_in_every_mixer(mixer):
+    peft = pytest.importorskip("peft")
+    model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=mixer, d_mlp=32)))
+    adapted, tokens = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)), torch.arange(20)[None]
+    adapters = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
+    for p in adapters.values():
+        torch.nn.init.normal_(p, std=0.1)
+    adapted(tokens, labels=tokens).loss.backward()
+    linear = [name for name, layer in SequenceLM(model.config.lm_config()).named_modules() if isinstance(layer, torch.nn.Linear)]
+    assert len(adapters) == 2 * len(linear) and not [name for name, p in adapters.items() if not p.grad.abs().max() > 0]
 
 
 def test_a_linear_layer_returns_a_tensor():
