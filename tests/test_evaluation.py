@@ -190,7 +190,7 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     export = checkpoint.parent / "export"
     contents = lambda: {path.name: path.read_bytes() for path in export.iterdir()}
     before = contents()
-    def full(model, folder, words):
+    def full(model, folder, *_):
         (folder / "config.json").write_text("half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
@@ -235,8 +235,14 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "foreign"}))
     (tmp_path / "foreign" / "modeling_longhorn.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
-    with pytest.raises(ValueError, match="config.json cannot be used"):
-        evaluation.load_pair(tmp_path / "foreign")
+    tokenizer = shutil.copytree(checkpoint.parent / "export", tmp_path / "words") / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["modeling_longhorn.OwnTokenizer", None]}}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | own))
+    (tmp_path / "words/manifest.json").unlink()
+    shutil.copy(tmp_path / "foreign/modeling_longhorn.py", tmp_path / "words")
+    for name in ("foreign", "words"):
+        with pytest.raises(ValueError, match=f"{name} needs code of its own, and longhorn never runs code from a model's folder"):
+            evaluation.load_pair(tmp_path / name)
     assert not (tmp_path / "ran").exists()
 
 

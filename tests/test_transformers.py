@@ -1,12 +1,12 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
-import copy, math, subprocess, sys
+import copy, math
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
-from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, export_folder, from_transformers, spans, to_transformers)
+from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
@@ -194,27 +194,6 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
             assert torch.equal(parameter, hf.get_parameter(name))
     fresh = again.model.blocks[1].mixer
     assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip)) and fresh.in_proj.weight.std() > 0.05
-
-
-def test_an_exported_folder_loads_without_an_import_of_the_kit(tmp_path):
-    lm, tokens = make("longhorn", mixer_options={"d_state": 8}), torch.arange(6)[None]
-    export_folder(lm, tmp_path / "model")
-    script = f"""
-import torch, sys
-try:
-    import torchvision
-except Exception: # an extension built for another PyTorch
-    sys.modules["torchvision"] = None
-from transformers import AutoModelForCausalLM
-assert "longhorn_kit" not in sys.modules
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
-torch.save(model(torch.arange(6)[None]).logits.detach(), {str(tmp_path / "logits.pt")!r})
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    if "torchvision" in done.stderr:
-        pytest.skip("torchvision does not fit this PyTorch, so transformers cannot be imported before the kit")
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), lm(tokens))
 
 
 def test_auto_classes_know_the_model(tmp_path):

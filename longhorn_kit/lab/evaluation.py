@@ -108,6 +108,9 @@ def loading(path: Path):
     try:
         yield
     except Exception as error: # tokenizers and transformers raise many kinds
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{path.parent} needs code of its own, and longhorn never runs code from a model's folder "
+                             "(trust_remote_code=False)") from error
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{path} cannot be used ({first_line(error)}); {REMEDY}") from error
 
@@ -354,6 +357,7 @@ def export_checkpoint(
     tokenizer: str | None = None, context: int = 8192, # as for `load_pair`
 ) -> Path:
     "Write a checkpoint and its tokenizer in the form that transformers and lm-eval's `--model hf` load."
+    from longhorn_kit.models.files import run_facts
     from longhorn_kit.models.transformers import export_folder
     out = Path(out)
     if out.exists() and any(out.iterdir()) and not (out / "modeling_longhorn.py").exists():
@@ -361,7 +365,7 @@ def export_checkpoint(
     model, words = load_pair(folder, tokenizer, context)
     try:
         with quiet(), atomic_folder(out) as partial: # an earlier export stays until the new one is complete
-            export_folder(model, partial, words)
+            export_folder(model, partial, words, run_facts(folder))
     except SafetensorError as error: # hides an OSError
         raise cannot_write(out, error) from error
     return out

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .mixer import Mixer, ScanMixer, check_number, check_sizes, register_mixer, wide
+from .mixer import Mixer, ScanMixer, bias_apart, check_number, check_sizes, register_mixer, wide
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -41,12 +41,12 @@ class Mamba(ScanMixer):
         return -torch.exp(self.A_log.float())
 
     def scan(self, q, k, x, dt_low_rank, z, **options):
-        dt = F.linear(dt_low_rank, self.dt_proj.weight)
-        return selective_scan(q, k, x, dt, self.rates(x), self.dt_proj.bias, self.D_skip, z, **options)
+        dt, bias = bias_apart(self.dt_proj, dt_low_rank)
+        return selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
 
     def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
-        dt_t, A = F.linear(dt_low_rank_t, self.dt_proj.weight), self.rates(x_t[:, None])
-        return selective_step(q_t, k_t, x_t, dt_t, A, S, self.dt_proj.bias, self.D_skip, z_t, **options)
+        (dt_t, bias), A = bias_apart(self.dt_proj, dt_low_rank_t), self.rates(x_t[:, None])
+        return selective_step(q_t, k_t, x_t, dt_t, A, S, bias, self.D_skip, z_t, **options)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
 @register_mixer("mamba_input_a")

@@ -137,6 +137,10 @@ def is_plain(layer: nn.Module) -> bool:
         return False
     return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
+def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
+    "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
+    return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
     "Projections around a scan, equations (1) to (3) and (6)."
@@ -204,21 +208,6 @@ class ScanMixer(ScanProjections):
         y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-042
-class StepSize(nn.Linear):
-    "Map (..,rank) to logits of step sizes (..,d_inner), or (..,1) if `rate` is scalar, and the bias to add."
-
-    def __init__(self, rank: int, d_inner: int, rate: str):
-        if rate not in ("vector", "scalar"):
-            raise ValueError(f"rate is {rate!r}; expected vector or scalar")
-        super().__init__(rank, d_inner if rate == "vector" else 1)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, dt_low_rank):
-        if self.out_features == 1:
-            return super().forward(dt_low_rank), None
-        return F.linear(dt_low_rank, self.weight), self.bias
-
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
 @register_mixer("longhorn_scalar", rate="scalar")
 @register_mixer("longhorn_decoupled", form="decoupled")
@@ -237,18 +226,25 @@ class Longhorn(ScanMixer):
         super().__init__(d_model, d_state, d_conv, expand)
         if form not in FORMS:
             raise ValueError(f"form is {form!r}; expected one of {', '.join(FORMS)}")
+        if rate not in ("vector", "scalar"):
+            raise ValueError(f"rate is {rate!r}; expected vector or scalar")
         self.form, self.rate = form, rate
-        self.b_proj = StepSize(self.rank, self.d_inner, rate)
+        self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
+        nn.init.zeros_(self.b_proj.bias)
+
+    def step_sizes(self, dt_low_rank):
+        "Return the logits (..,d_inner or 1) of the step sizes, and the bias to add."
+        return bias_apart(self.b_proj, dt_low_rank) if self.rate == "vector" else (self.b_proj(dt_low_rank), None)
 
     def scan(self, q, k, x, dt_low_rank, z, **options):
-        return longhorn_scan(q, k, x, *self.b_proj(dt_low_rank), self.D_skip, z, form=self.form, **options)
+        return longhorn_scan(q, k, x, *self.step_sizes(dt_low_rank), self.D_skip, z, form=self.form, **options)
 
     def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
-        b_t, b_bias = self.b_proj(dt_low_rank_t)
+        b_t, b_bias = self.step_sizes(dt_low_rank_t)
         return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
 
     def rates(self, x):
         "Return keys (B,T,N), step sizes and effective rates (B,T,d_inner)."
         _, k, _, dt_low_rank, _, _ = self.project(check_stream(x, 3, self.d_model))
-        v = F.linear(dt_low_rank, self.b_proj.weight, self.b_proj.bias)
+        v = self.b_proj(dt_low_rank)
         return k, torch.sigmoid(v), effective_rate_from_logits(k, v)
