@@ -2400,4 +2400,5 @@ d = { 'settings': { 'branch': 'main',
                                                                                       'longhorn_kit/theory/zoo.py'),
                                          'longhorn_kit.theory.zoo.verify': ('theory/zoo.html#verify', 'longhorn_kit/theory/zoo.py'),
                                          'longhorn_kit.theory.zoo.zoo_markdown': ( 'theory/zoo.html#zoo_markdown',
-                                                                                   'longhorn_kit/theory/zoo.py')}}}
+                                                                                   'longhorn_kit/theory/zoo.py')},
+            'longhorn_kit.timm': {}}}
