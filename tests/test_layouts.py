@@ -156,12 +156,13 @@ def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
+    dict(track="tensorboard"), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
     dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, gradient_accumulation_steps=2),
     dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
 ])
 def test_two_processes_train_as_one_would(pools, tmp_path, options):
     found = no_error(pools(2).run(plain, tmp_path, **options))
+    assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options) # of the main process
     fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
     assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
     model, tokens = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})), options.get("tokens", TOKENS)

@@ -20,6 +20,7 @@ from .data import VAL_PART, file_documents, matching_files
 from .presets import LMPreset, find_preset, model_config, override
 from .processes import check_launcher, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
+from .trackers import check_tracker
 from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
@@ -175,6 +176,7 @@ def train_lm(
     with together():
         check_launcher() # before the text is prepared
         chosen = override(find_preset(preset), **overrides)
+        check_tracker(chosen.train.track)
         mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
