@@ -448,19 +448,18 @@ def test_the_backend_can_be_told():
     assert scan_backend(Other(16)) == "Other.run"
 
 
-def test_the_backend_is_told_for_what_each_mixer_passes(monkeypatch):
+@every_matrix
+def test_the_backend_is_told_for_what_each_mixer_passes(name, monkeypatch):
+    "`scan_backend` picks the backend from what the layer passes to its scan."
     from longhorn_kit.scan import matrix
     asked = []
     monkeypatch.setattr(matrix, "fla_obstacle", lambda q, x, beta: asked.append(beta is None) or "no GPU")
-    for name in ALL:
-        layer = build_mixer(name, 16)
-        if isinstance(layer, MatrixMixer):
-            asked.clear()
-            layer(torch.randn(1, 4, 16))
-            passed = set(asked)
-            asked.clear()
-            scan_backend(layer)
-            assert len(passed) == 1 and set(asked) == passed, name
+    layer = build_mixer(name, 16)
+    layer(torch.randn(1, 4, 16))
+    passed = set(asked)
+    asked.clear()
+    scan_backend(layer)
+    assert len(passed) == 1 and set(asked) == passed
 
 
 def test_the_backend_on_a_gpu_follows_the_dtype(monkeypatch):
