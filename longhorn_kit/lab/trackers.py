@@ -44,9 +44,7 @@ def open_tracker(run, stack): # run: `Run` of the training loop; stack: closes t
         seen = run.step if name == "tensorboard" else max((line["step"] for line in read_jsonl(metrics)), default=0)
     tracker = start_tracker(name, run, seen)
     stack.callback(tracker.finish)
-    def log(line):
-        if line["step"] > seen:
-            tracker.log({key: value for key, value in line.items() if key != "step"}, line["step"])
-    run.log = log
+    numbers = lambda line: {name: value for name, value in line.items() if name != "step"}
+    run.log = lambda line: line["step"] > seen and tracker.log(numbers(line), line["step"])
     for line in run.history:
-        log(line)
+        run.log(line)
