@@ -17,7 +17,7 @@ from .recipe import blocks_of
 from ..records import exclusive_lock
 
 # %% ../../nbs/machine/processes.ipynb #processes-006
-def check_launcher():
+def check_launcher() -> None:
     "Raise ValueError if `accelerate launch` was asked for FSDP, or for several processes and started one."
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes"):
         raise ValueError("FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp")

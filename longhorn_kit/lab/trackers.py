@@ -7,13 +7,15 @@ __all__ = ['PACKAGES', 'check_tracker', 'open_tracker']
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-003
 import uuid
+from contextlib import ExitStack
 from importlib.util import find_spec
+from typing import Any
 from ..records import read_jsonl, to_plain
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-006
 PACKAGES = {"tensorboard": '"longhorn-kit[track]"', "wandb": "wandb", "trackio": "trackio"} # what pip installs
 
-def check_tracker(name): # `track` of a recipe
+def check_tracker(name: str) -> None: # `track` of a recipe
     "Raise ValueError if the tracker's package is missing."
     if name != "none" and find_spec(name) is None:
         raise ValueError(f"track is {name!r}, and its package is missing: pip install {PACKAGES[name]}")
@@ -34,7 +36,7 @@ def start_tracker(name, run, seen): # name: `track` of a recipe; seen: the last 
     return tracker
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-011
-def open_tracker(run, stack): # run: `Run` of the training loop; stack: closes the tracker
+def open_tracker(run: Any, stack: ExitStack) -> None: # run: `Run` of the training loop; stack: closes the tracker
     "Start or continue the run's tracker in the main process."
     name, before, metrics = run.config.track, run.known or {}, run.folder / "metrics.jsonl"
     run.id, seen = before.get("id") or uuid.uuid4().hex[:8], 0
