@@ -24,6 +24,22 @@ def two_configurations_a_kernel():
         yield
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "mixer: what every mixer must do; -k NAME runs the checks of one")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    "The failure of a mixer's check starts with the sentence that says what it demands."
+    report = yield
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if report.failed and crash and item.get_closest_marker("mixer"):
+        demand = " ".join(item.function.__doc__.split())
+        crash.message = f"{demand} {crash.message}"
+        report.longrepr.addsection("What every mixer must do", demand)
+    return report
+
+
 def pytest_collection_modifyitems(config, items):
     "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
     asked = config.getoption("-m")

@@ -4,6 +4,7 @@ import json, os, re, signal, socket, subprocess, sys, time
 from pathlib import Path
 import pytest
 from layouts import free_port
+from longhorn_kit import cli
 from longhorn_kit.records import read_json, read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -192,8 +193,25 @@ def test_every_command_of_the_page_runs(tmp_path, name):
         assert done.returncode == 1 and "the same command continues" in said, said
     else:
         assert done.returncode == 0, said
-    if name in ("one machine", "two machines", "spot machine"):
+    if name in ("one machine", "images", "two machines", "spot machine"):
         [metrics] = (path for path in node.rglob("metrics.jsonl") if "checkpoints" not in path.parts)
-        sizes = read_json(metrics.parent / "config.json")["attempts"][0]["engine"]
-        assert [line["step"] for line in read_jsonl(metrics)] == [1, 2, 3, 4]
-        assert (sizes["processes"], sizes["sharding"]) == ((4, "hsdp") if name == "two machines" else (2, "ddp"))
+        sizes, count = read_json(metrics.parent / "config.json")["attempts"][0]["engine"], 4 if name == "two machines" else 2
+        assert [line["step"] for line in read_jsonl(metrics)] == list(range(1, 12 if name == "images" else 5))
+        assert (sizes["processes"], sizes["sharding"], sizes["device"]) == (count, "hsdp" if count == 4 else "ddp", "cpu")
+        newest = max((metrics.parent / "checkpoints").iterdir()) # each process has written its share
+        assert {path.name.split("_")[2] for path in newest.glob("__*.distcp")} == set(map(str, range(count)))
+
+
+@pytest.mark.parametrize("command", [COMMAND, ["train-vision", "--preset", "digits"]], ids=["train-lm", "train-vision"])
+def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(tmp_path, monkeypatch, capsys, command):
+    "In the environment of that process; torchrun starts all of them."
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+    words = ["--cpu", "--num_processes", "2", "--no_python", "longhorn", *command]
+    started, environ = prepare_simple_launcher_cmd_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
+    assert started == ["longhorn", *command] and "WORLD_SIZE" not in environ
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command, "--out", "run"]) == 1 and not list(tmp_path.iterdir()) # nothing was prepared
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun" in said[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mixers import every_mixer
 from longhorn_kit.lab import extrapolation as ex
 from longhorn_kit.lab.compare import about_length, compare_length, compare_needles
 from longhorn_kit.lab.data import get_tokenizer
@@ -17,7 +18,7 @@ from longhorn_kit.lab.language import cache_numbers
 from longhorn_kit.lab.language_training import new_model, save_lm
 from longhorn_kit.lab.presets import override
 from longhorn_kit.lab.run import run
-from longhorn_kit.models import MIXERS, LMConfig
+from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, write_record
 
 BYTES = get_tokenizer("bytes")
@@ -34,9 +35,10 @@ def model(mixer="longhorn", seed=0):
     return new_model(LMConfig(256, 16, 1, mixer=mixer), seed).eval()
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_streamed_losses_are_those_of_the_whole_text(mixer):
-    lm, windows = model(mixer), torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0))
+@every_mixer
+def test_streamed_losses_are_those_of_the_whole_text(name):
+    "A text read in chunks has the losses of the whole text."
+    lm, windows = model(name), torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = F.cross_entropy(lm(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none")
     for chunk in (1, 7, 16, 100):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
+from mixers import every_mixer
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
@@ -66,20 +67,20 @@ def count_by_two(config, known={}):
     return one + (config.n_layer - 1) * (two - one)
 
 
+@every_mixer
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
-def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(preset, monkeypatch):
+def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
+    "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."
     chosen = LM_PRESETS[preset]
     vocab = 256 if chosen.tokenizer == "bytes" else 50257
     whole = count_parameters(model_config(chosen, "longhorn", vocab))
     for module in (lm, presets): # the search counts a model dozens of times
         monkeypatch.setattr(module, "count_parameters", count_by_two)
-    assert len(MIXERS) == 15
-    for mixer in MIXERS:
-        config, scan = model_config(chosen, mixer, vocab), mixer.startswith(("longhorn", "mamba"))
-        assert config.mixer == mixer and abs(count_parameters(config) / whole - 1) <= 0.01
-        assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
-        assert config.vocab_size == (256 if vocab == 256 else 50304) and (scan or config.d_mlp > chosen.d_model)
-        assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
+    config, scan = model_config(chosen, name, vocab), name.startswith(("longhorn", "mamba"))
+    assert config.mixer == name and abs(count_parameters(config) / whole - 1) <= 0.01
+    assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
+    assert config.vocab_size == (256 if vocab == 256 else 50304) and (scan or config.d_mlp > chosen.d_model)
+    assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
 
 
 def test_the_papers_recipe():
@@ -108,7 +109,7 @@ def test_the_authors_sizes(mixer, count):
 
 def test_dropout_warmup_and_seed_of_a_preset():
     small = override(LM_PRESETS["shakespeare"], d_model=32, n_layer=2)
-    dropout = {mixer: model_config(small, mixer, 256).dropout for mixer in MIXERS}
+    dropout = {mixer: model_config(small, mixer, 256).dropout for mixer in ("longhorn", "longhorn_exact", "mamba2", "attention", "gla")}
     assert all(share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2) for mixer, share in dropout.items())
     assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
     assert override(small, steps=50).train.warmup == 5 and override(small, steps=50, warmup=20).train.warmup == 20
@@ -223,8 +224,8 @@ def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, c
 
 def test_the_first_runs_of_a_scale_are_a_comparison():
     pairs = in_order()
-    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN) and {mixer for mixer, _ in pairs} == set(MIXERS) and len(pairs) == 26
-    seeds = {mixer: sorted(seed for name, seed in pairs if name == mixer) for mixer in MIXERS}
+    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN) and len(pairs) == 26
+    seeds = {mixer: sorted(seed for name, seed in pairs if name == mixer) for mixer in MAIN + SECOND + OTHERS}
     assert all(seeds[mixer] == list(range(n)) for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS)) for mixer in mixers)
     for config in (PRESETS["gpu"], PRESETS["paper"]): # the steps follow from the tokens
         long, short = recipe_of(config), recipe_of(replace(config, tokens=config.tokens // 2))

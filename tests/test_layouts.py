@@ -156,12 +156,13 @@ def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
+    dict(track="tensorboard"), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
     dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, gradient_accumulation_steps=2),
     dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
 ])
 def test_two_processes_train_as_one_would(pools, tmp_path, options):
     found = no_error(pools(2).run(plain, tmp_path, **options))
+    assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options) # of the main process
     fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
     assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
     model, tokens = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})), options.get("tokens", TOKENS)
@@ -190,7 +191,7 @@ def other_checkpoint(run, *found):
 
 
 facts_of, changed = training.facts_of, lambda **changes: dict(config=dataclasses.replace(SHORT, **changes))
-DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp") # only process 1 differs; both processes differ
+DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp", "mpi") # only process 1 differs; both processes differ
 CASES = dict( # name=(change, message of both processes)
     settings=(changed(log_every=5), "log_every: 5; process 0"), model=(dict(model=8), "model: "),
     text=(dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), "text: 2000 tokens "),
@@ -201,6 +202,7 @@ CASES = dict( # name=(change, message of both processes)
     none=(changed(sharding="none"), "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp"),
     hsdp=(changed(sharding="hsdp"),
           "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this"),
+    mpi=(changed(sharding="fsdp"), "sharding is 'fsdp', which the backend mpi of these processes does not offer; expected ddp"),
     launcher=({}, "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp"))
 
 
@@ -210,6 +212,7 @@ def refused(name, folder):
     ours |= case if own or name in ALL else {}
     see_folder.__defaults__ = (0.3,)
     with patch.object(training, "facts_of", other_checkpoint if own and name == "checkpoint" else facts_of), \
+            patch.object(torch.distributed, "get_backend", return_value=name if name == "mpi" else "gloo"), \
             patch.dict(os.environ, ACCELERATE_USE_FSDP=str(name == "launcher")):
         train(Tiny(d=ours["model"]), ours["tokens"], ours["val"], ours["config"], folder / ours["folder"], quiet=True, same=ours["same"])
 

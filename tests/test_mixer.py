@@ -7,13 +7,10 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings, strategies as st
 
 from exported import assert_exported_equals_eager
+from mixers import GROWING, NAMES, every, every_mixer, every_scan
 from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn
-from longhorn_kit.models.mixer import Mixer, ScanCache, ScanMixer, build_mixer, is_plain, mixer_options, register_mixer
-
-NAMES = sorted(MIXERS)
-SCANS = [name for name in NAMES if issubclass(getattr(MIXERS[name], "func", MIXERS[name]), ScanMixer)]
-CONSTANT = [name for name in NAMES if name != "attention"]
+from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, is_plain, mixer_options, register_mixer
 
 
 def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)
@@ -33,12 +30,22 @@ def in_pieces(layer, h, lengths, cache=None):
     return torch.cat(parts, 1), cache
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
+def test_shapes(name):
+    "Outputs have the shape (B,T,d_model) of the inputs, a step's (B,d_model), and every tensor of a cache starts with the batch."
+    layer, h = make(name), torch.randn(3, 7, 16)
+    y, cache = layer.prefill(h[:, :6])
+    y_t, after = layer.step(h[:, 6], cache)
+    assert (layer(h).shape, y.shape, y_t.shape) == (h.shape, h[:, :6].shape, h[:, 6].shape)
+    assert {len(tensor) for known in (layer.empty_cache(3), cache, after) for tensor in known} == {3}
+
+
+@every_mixer
 @settings(max_examples=6, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6), batch=st.integers(1, 3))
 @example(lengths=[71, 0, 0, 0, 0, 0, 74], batch=2) # across chunks
 def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch):
-    "A length of zero stands for a single `step`."
+    "Any split into prefills and steps (a length of zero stands for a `step`) gives the outputs of one pass: the cache carries the whole state."
     layer = make(name)
     h = torch.randn(batch, sum(max(length, 1) for length in lengths), 16)
     with torch.no_grad():
@@ -46,8 +53,9 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
         torch.testing.assert_close(pieces, layer(h), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", SCANS)
+@every_scan
 def test_compiled_halves_of_the_input_projection_are_the_whole(name):
+    "A compiled scan layer has the gradients of the eager one."
     layer, h = make(name), torch.randn(2, 9, 16)
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -121,18 +129,19 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch):
         assert not torch.allclose(layer(h), halves)
 
 
-@pytest.mark.parametrize("name", SCANS)
+@every_scan
 @pytest.mark.parametrize("options", [dict(d_state=3, d_conv=1, expand=1), dict(d_state=5, d_conv=2, expand=3), dict(d_conv=7)])
 def test_odd_sizes_decode_too(name, options):
+    "A scan layer of odd sizes decodes what one pass computes."
     layer, h = make(name, 13, **options), torch.randn(2, 9, 13)
     with torch.no_grad():
         pieces, _ = in_pieces(layer, h, [1, 0, 3, 0, 2, 0])
         torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_gradients_flow_through_the_cache(name):
-    "Two prefills in a row have the gradients of one pass: the state passes them on."
+    "Two prefills in a row have the gradients of one pass: the cache passes them on."
     layer, h = make(name), torch.randn(2, 11, 16)
     whole, cut = h.clone().requires_grad_(), h.clone().requires_grad_()
     layer(whole)[:, 6:].square().sum().backward()
@@ -145,10 +154,10 @@ def test_gradients_flow_through_the_cache(name):
         torch.testing.assert_close(p.grad, whole_weights[n], atol=1e-4, rtol=1e-4, msg=lambda m: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 @pytest.mark.parametrize("lengths", [[1, 71, 0, 7, 1, 1, 20], [9]])
 def test_packed_documents_are_documents_alone(name, lengths):
-    "Outputs and all gradients; a bound that comes twice is a document of no tokens."
+    "Packed documents have the outputs and gradients that they have alone; a bound that comes twice is a document of no tokens."
     layer, (h, dy) = make(name).double(), torch.randn(2, 1, sum(lengths), 16, dtype=torch.float64)
     h, bounds = h.requires_grad_(), torch.tensor([0, *lengths]).cumsum(0).int()
     alone = torch.cat([layer(part) for part in h.split(lengths, 1) if part.shape[1]], 1)
@@ -157,8 +166,9 @@ def test_packed_documents_are_documents_alone(name, lengths):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_a_cache_can_be_continued_twice(name):
+    "A cache can be continued twice: `prefill` and `step` return a new cache and leave the given one as it is."
     layer, h = make(name), torch.randn(2, 9, 16)
     with torch.no_grad():
         _, cache = layer.prefill(h[:, :5])
@@ -169,8 +179,9 @@ def test_a_cache_can_be_continued_twice(name):
         assert torch.equal(layer.step(h[:, 5], cache)[0], first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_sequences_of_a_batch_are_independent(name):
+    "A sequence has the outputs in a batch that it has alone."
     layer, h = make(name), torch.randn(3, 8, 16)
     with torch.no_grad():
         torch.testing.assert_close(layer(h)[1:2], layer(h[1:2]), atol=1e-6, rtol=1e-5)
@@ -241,8 +252,9 @@ def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
     torch.testing.assert_close(eps, beta / (1 + beta * k.square().sum(-1, keepdim=True)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_state_is_float32_when_weights_are_bfloat16(name):
+    "With bfloat16 weights outputs are bfloat16, and a scan's state stays in float32."
     layer, h = make(name).to(torch.bfloat16), torch.randn(2, 6, 16, dtype=torch.bfloat16)
     y, cache = layer.prefill(h)
     y_t, cache = layer.step(h[:, 0], cache)
@@ -252,8 +264,9 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
         assert make(name).double().empty_cache(1).S.dtype is torch.float64
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_autocast_trains_and_decodes(name):
+    "Under autocast outputs are bfloat16 and close to those in float32, decoding agrees, and every weight gets a finite float32 gradient."
     layer, h = make(name), torch.randn(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(h)
@@ -276,8 +289,9 @@ def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
         torch.testing.assert_close(y_t, layer(h)[:, 8], atol=0.1, rtol=0.1)
 
 
-@pytest.mark.parametrize("name", CONSTANT)
+@every([name for name in NAMES if name not in GROWING])
 def test_decoding_takes_constant_memory(name):
+    "The cache has the same size after any number of tokens; a mixer whose cache grows belongs in GROWING of tests/mixers.py."
     layer = make(name)
     bytes_held = lambda cache: sum(t.untyped_storage().nbytes() for t in cache)
     with torch.no_grad():

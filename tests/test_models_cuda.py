@@ -2,11 +2,11 @@
 import pytest
 import torch
 
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+from mixers import every_mixer
+from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.lm import document_bounds
 
 pytestmark = pytest.mark.cuda
-NAMES = sorted(MIXERS)
 
 
 def make(name):
@@ -14,8 +14,9 @@ def make(name):
     return SequenceLM(LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=name, d_mlp=96))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
+    "On a GPU a model computes what it computes on the CPU, packed or not, and decodes what one pass computes."
     model, tokens = make(name), torch.randint(40, (2, 37))
     bounds = document_bounds(tokens, 7)
     expected, packed = model(tokens), model(tokens, cu_seqlens=bounds)
@@ -32,8 +33,9 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
         torch.testing.assert_close(torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_gpu_autocast_trains(name):
+    "On a GPU, autocast changes loss and gradients little, and a scan's state stays in float32."
     model, tokens = make(name).cuda(), torch.randint(40, (2, 33), device="cuda")
     plain = model(tokens, tokens)[1]
     plain.backward()
@@ -50,8 +52,9 @@ def test_gpu_autocast_trains(name):
         assert cache[0].S.dtype is torch.float32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_mixer
 def test_gpu_generates_and_saves(name, tmp_path):
+    "On a GPU a seed decides the tokens, and a saved model loads in bfloat16."
     model, prompt = make(name).cuda(), torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
     assert first.is_cuda and torch.equal(first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9))

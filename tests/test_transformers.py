@@ -5,7 +5,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+from mixers import every_mixer
+from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -60,11 +61,11 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         torch.testing.assert_close(layer.state.S[1:2], single.state.S)
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
+@every_mixer
 @pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), ((3, 5), 1), ((3, 3, 5), 2)])
-def test_generation_from_a_padded_batch_is_that_from_each_prompt(mixer, lengths, rows):
-    "Also where all rows are padded alike: of the last batches only those are given."
-    hf, lm = to_transformers(make(mixer)), make(mixer)
+def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
+    "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
+    hf, lm = to_transformers(make(name)), make(name)
     tokens, mask, alone = (t[:rows] for t in padded(*lengths))
     options = dict(max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True)
     together = hf.generate(tokens, attention_mask=mask, **options)

@@ -18,8 +18,9 @@ import torch
 from .corpus import Corpus, prepare
 from .data import VAL_PART, file_documents, matching_files
 from .presets import LMPreset, find_preset, model_config, override
-from .processes import is_main_process, make_accelerator, together
+from .processes import check_launcher, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
+from .trackers import check_tracker
 from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
@@ -173,8 +174,10 @@ def train_lm(
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
     with together():
+        check_launcher() # before the text is prepared
         chosen = override(find_preset(preset), **overrides)
-        mixer_options(mixer) # before the text is prepared
+        check_tracker(chosen.train.track)
+        mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)

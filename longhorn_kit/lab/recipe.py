@@ -46,11 +46,12 @@ class Recipe:
     save_seconds: float = 600  # seconds between checkpoints
     async_save: bool = False   # write checkpoints while training continues
     save_total_limit: int = 2  # checkpoints to keep
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none" # also log the metrics there
 
     unit = "images" # unit of `size`
     may_change = frozenset( # on resuming: no result depends on them
         "eval_every log_every save_every save_seconds save_total_limit gradient_accumulation_steps cpu compile "
-        "sharding checkpoint_blocks async_save".split())
+        "sharding checkpoint_blocks async_save track".split())
 
     def __post_init__(self):
         check_recipe(self)
@@ -73,7 +74,7 @@ def check_recipe(recipe):
     if not 0 <= recipe.warmup < recipe.steps:
         raise ValueError(f"warmup is {recipe.warmup}; it must be in 0 to steps-1={recipe.steps - 1}")
     choices = {"decay": ("matrices", "official"), "precision": ("no", "bf16"),
-               "sharding": get_args(Recipe.__annotations__["sharding"])}
+               **{name: get_args(Recipe.__annotations__[name]) for name in ("sharding", "track")}}
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
             raise ValueError(f"{name} is {getattr(recipe, name)!r}; it must be {' or '.join(map(repr, known))}")

@@ -20,6 +20,7 @@ from .processes import (
 from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
     parameter_groups, seed_all, set_lr, cross_entropy_grad)
+from .trackers import check_tracker, open_tracker
 from longhorn_kit.records import (
     append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
     write_record)
@@ -70,6 +71,8 @@ class Run:
     resumed_from: int | None = None
     pending: list = field(default_factory=list) # metrics still on the device
     history: list = field(default_factory=list) # metrics written
+    log: object = None # log(line) passes a line of metrics to the tracker
+    id: str = "" # name of the run in trackers
     votes: tuple = () # votes of this process for the next step
     heard: object = None # heard() returns the counts of the latest votes
     clock: float = 0.0 # start time of the pending steps
@@ -156,6 +159,8 @@ def flush(run, **extra): # extra: metrics of the latest step
     run.history += lines
     if run.folder and lines and run.accelerator.is_main_process:
         append_jsonl(run.folder / "metrics.jsonl", *lines)
+        for line in lines if run.log else ():
+            run.log(line)
     if wrong:
         last = (checkpoints(run.folder) or ["none"])[-1]
         raise TrainingDiverged(f"{wrong} at step {step} (learning rate {rate:.3g}); last checkpoint: {last}; try a "
@@ -221,7 +226,7 @@ def record_attempt(run, beside):
         attempt = dict(from_step=run.step, engine=engine(run), command=command_line(), environment=environment())
         for name, content in beside.items() if not run.known else ():
             write_record(run.folder / name, content)
-        record = {"config": run.config, "parameters": parameters, "attempts": [*before, attempt]}
+        record = {"id": run.id, "config": run.config, "parameters": parameters, "attempts": [*before, attempt]}
         write_record(run.folder / "config.json", record)
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
@@ -317,6 +322,7 @@ def facts_of(run, val_tokens, same):
 def fill_run(run, model, train_tokens, val_tokens, end):
     "Make sampler, loss and evaluation of a run."
     config, accelerator = run.config, run.accelerator
+    check_tracker(config.track)
     rank, world = accelerator.process_index, accelerator.num_processes
     run.kind = sharding_of(config, accelerator)
     rows, rest = divmod(config.batch_size, world * config.gradient_accumulation_steps)
@@ -386,6 +392,7 @@ def train(
             if run.folder:
                 resume_run(run)
                 with together(): # or other processes would wait for a failed one
+                    open_tracker(run, stack)
                     record_attempt(run, beside or {})
             model.train()
             bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)

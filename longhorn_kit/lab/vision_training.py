@@ -23,6 +23,7 @@ from .images import (
     Augmented, ImageBatches, Images, count_broken, make_loader, open_data, open_part, transforms)
 from .processes import is_main_process, make_accelerator, together
 from .recipe import LARGEST, LossOnly, Recipe
+from .trackers import check_tracker
 from .training import train
 from .use import model_folder
 from ..models.vision import timm
@@ -258,6 +259,7 @@ def train_vision(
     "Train or resume a vision model, and write RUN/model; raises the errors of `train`."
     with together():
         config = vision_config(preset, **overrides)
+        check_tracker(config.track)
         accelerator = make_accelerator(config.cpu, config.precision)
         model, batches, val, images = run_parts(config, Path(out), accelerator)
     try:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .baselines import rotate, time_step_bias
-from .mixer import Mixer, check_number, check_sizes, check_stream, product_dtype, register_mixer, wide
+from .baselines import Attention, rotate, time_step_bias
+from .mixer import (
+    Mixer, ScanMixer, check_number, check_sizes, check_stream, product_dtype, register_mixer, wide)
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 from ..scan.short_conv import causal_conv1d
@@ -344,10 +345,12 @@ def scan_backend(
     "Return the backend of a layer's recurrence on the device of its weights, in the words of a run record."
     weight = mixer.out_proj.weight
     dtype = dtype or product_dtype(weight.device.type, weight.dtype)
-    if not isinstance(mixer, MatrixMixer):
-        if not hasattr(mixer, "d_state"): # attention has no recurrence
-            return "scaled_dot_product_attention"
+    if isinstance(mixer, Attention):
+        return "scaled_dot_product_attention"
+    if isinstance(mixer, ScanMixer):
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
+    if not isinstance(mixer, MatrixMixer): # computed by the layer itself
+        return f"{type(mixer).__name__}.run"
     q = weight.new_empty(1, 1, 1, mixer.d_key, dtype=dtype)
     beta = q[..., 0] if isinstance(mixer, (DeltaNet, GatedDeltaNet)) else None
     name = pick_matrix_backend("auto", q, q, beta)

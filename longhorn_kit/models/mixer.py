@@ -92,8 +92,8 @@ class Mixer(nn.Module, ABC):
 
     @torch.compiler.disable # lengths are sizes of tensors
     def run_packed(self, x, cu_seqlens):
-        "Run packed documents one by one; override this if all can run at once."
-        lengths = check_cu_seqlens(cu_seqlens, x, "x", "d_model")
+        "Run packed documents that have tokens one by one; override this if all can run at once."
+        lengths = [length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0] or [0]
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
     def prefill(self, x, cache=None):

@@ -1,0 +1,23 @@
+"""Checks of every mixer. `python -m pytest -m mixer -k NAME` runs all of them for one; a failure starts with the docstring of its check."""
+import pytest
+
+from longhorn_kit.models import MIXERS
+from longhorn_kit.models.matrix_mixers import MatrixMixer
+from longhorn_kit.models.mixer import ScanMixer
+
+NAMES = sorted(MIXERS)
+KINDS = {name: getattr(MIXERS[name], "func", MIXERS[name]) for name in NAMES}
+SCANS = [name for name in NAMES if issubclass(KINDS[name], ScanMixer)]
+MATRICES = [name for name in NAMES if issubclass(KINDS[name], MatrixMixer)]
+GROWING = ("attention",) # caches that grow with every token
+
+
+def every(names):
+    "Run a check for these mixers; its docstring says in one sentence what it demands."
+    def mark(check):
+        assert (check.__doc__ or "").strip().endswith("."), f"{check.__name__} does not say what it demands"
+        return pytest.mark.mixer(pytest.mark.parametrize("name", names)(check))
+    return mark
+
+
+every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
