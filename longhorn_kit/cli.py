@@ -19,7 +19,7 @@ import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar, Union
+from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union
 
 import tyro
 
@@ -74,7 +74,7 @@ def count_of(name: str, argv: list[str]) -> dict:
     return {name: int(typed)} if typed.isdigit() and int(typed) else {}
 
 # %% ../nbs/machine/cli.ipynb #cli-014
-def changed(settings, preset) -> dict:
+def changed(settings: Any, preset: Any) -> dict:
     "Return the settings that differ from the preset."
     now, before = vars(settings), vars(preset)
     return {name: now[name] for name in before if now[name] != before[name]}
@@ -133,7 +133,7 @@ def set_aside(folder: Path) -> Path | None:
     return previous
 
 # %% ../nbs/machine/cli.ipynb #cli-025
-def run_claim(claim: Claim, options, out: Path) -> None:
+def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
     "Run one claim, or find that it is done, and print its verdict."
     from longhorn_kit.lab.report import duration
     from longhorn_kit.lab.run import finished, run
@@ -183,7 +183,7 @@ def finished_records(out: Path) -> list[dict]:
 Scale = Literal["laptop", "gpu", "paper"]
 
 @contextlib.contextmanager
-def noted_failure(name: str, failed: dict):
+def noted_failure(name: str, failed: dict) -> Iterator[None]:
     "Context manager that adds an error to `failed` and prints it, so that the others still run."
     try:
         yield
@@ -210,7 +210,7 @@ class Reproduce(Generic[S]):
     interrupted = "interrupted; what is finished is kept, and the same command resumes"
 
     @staticmethod
-    def settings_of(argv: list[str]):
+    def settings_of(argv: list[str]) -> Any:
         "Return the settings of the only claim that is named; None for several or none."
         named = [claim for claim in all_claims() if claim.name in argv and claim.module]
         scale = value_of("--scale", argv, "laptop")
@@ -241,7 +241,7 @@ class Reproduce(Generic[S]):
             reasons = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
             raise RuntimeError(f"not done: {reasons}; what is finished is kept")
 
-    def report(self, out):
+    def report(self, out: Path) -> Path:
         "Write the page about every finished run in the folder."
         from longhorn_kit.lab.report import write_report
         return write_report(finished_records(out), out / "report.html", ledger(out))
@@ -271,7 +271,7 @@ class Prepare:
         print(f"prepared: {corpus.folder}")
 
 # %% ../nbs/machine/cli.ipynb #cli-035
-def known(kind: str, name: str, names):
+def known(kind: str, name: str, names: Iterable[str]) -> None:
     "Raise `UsageError` with the nearest known name if a name is unknown."
     if name not in names:
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
@@ -320,7 +320,7 @@ class TrainLM(Generic[S]):
     interrupted = "interrupted; the same command resumes from the last checkpoint"
 
     @staticmethod
-    def settings_of(argv: list[str]):
+    def settings_of(argv: list[str]) -> Any:
         "Return the settings of the preset that is named."
         from longhorn_kit.lab.presets import LM_PRESETS, override
         if not (name := value_of("--preset", argv)):
@@ -342,7 +342,7 @@ class TrainVision(Generic[S]):
     interrupted = "interrupted; the same command resumes from the last checkpoint"
 
     @staticmethod
-    def settings_of(argv: list[str]):
+    def settings_of(argv: list[str]) -> Any:
         "Return the settings of the preset that is named."
         from longhorn_kit.lab.vision_training import VISION_PRESETS
         if not (name := value_of("--preset", argv)):
@@ -394,7 +394,7 @@ OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldNam
            tyro.conf.DisallowNone)
 
 # %% ../nbs/machine/cli.ipynb #cli-049
-def parse(argv: list[str]):
+def parse(argv: list[str]) -> Any:
     "Return the command, ready to be called; None after the help; `UsageError` or tyro's own message for a mistake."
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"unknown command '{argv[0]}'{suggest(argv[0], list(COMMANDS))}")
@@ -421,7 +421,7 @@ def several_processes() -> bool:
     "Check whether a launcher started this process as one of several."
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
-def agreed(function, *arguments):
+def agreed(function: Callable, *arguments: Any) -> Any:
     "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
     if not several_processes():
         return function(*arguments)

@@ -89,7 +89,7 @@ def find_preset(name: str) -> LMPreset: # a key of `LM_PRESETS`
 # %% ../../nbs/machine/presets.ipynb #204b5fb4
 def override(
     preset: LMPreset,
-    **changes, # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
+    **changes: object, # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
 ) -> LMPreset:
     "Return the preset with some fields changed; ValueError for an unknown name."
     apart = {"description", "train", "data"}

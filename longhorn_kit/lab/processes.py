@@ -10,6 +10,7 @@ __all__ = ['SIGNS_OF_LOSS', 'make_accelerator', 'distributed', 'is_main_process'
 import hashlib, os, signal, socket, threading, time, warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from typing import Any, Iterator
 import numpy as np
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from .recipe import blocks_of
 from ..records import exclusive_lock
 
 # %% ../../nbs/machine/processes.ipynb #processes-006
-def make_accelerator(cpu=False, precision="no"): # cpu: stay on the CPU; precision: "no" or "bf16"
+def make_accelerator(cpu: bool = False, precision: str = "no") -> Any: # cpu: stay on the CPU; precision: "no" or "bf16"
     "Return a fresh Accelerator; ValueError if `accelerate launch` asks for FSDP."
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes"):
         raise ValueError("FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp")
@@ -167,7 +168,7 @@ class WorkerLost(RuntimeError):
 SIGNS_OF_LOSS = ("connection", "gloo", "nccl", "broken pipe", "timed out", "process group")
 
 @contextmanager
-def peers_watched(processes, where): # where() returns (step, last checkpoint or None)
+def peers_watched(processes: Any, where: Any) -> Iterator[None]: # where() returns (step, last checkpoint or None)
     "Raise WorkerLost if another process of the run or of the loader has died."
     try:
         yield

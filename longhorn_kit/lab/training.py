@@ -10,6 +10,7 @@ import hashlib, math, socket, sys, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 import torch
 from torch import nn
 from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
@@ -364,17 +365,17 @@ def make_validate(run, val_tokens, rows):
 
 # %% ../../nbs/machine/training.ipynb #training-036
 def train(
-    model,        # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
-    train_tokens, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
-    val_tokens,   # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
-    config,       # TrainConfig, or another Recipe
-    folder=None,  # folder of the run, which is resumed; None: write nothing
-    desc="training", # name of the progress bar
-    quiet=False,  # no progress bar
-    same=None,    # more facts that all processes must share: name -> value
-    beside=None,  # records to write beside config.json of a new run: name -> content
-    end=None,     # token that closes a document, for `reset_documents`
-):
+    model: nn.Module, # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
+    train_tokens: Any, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
+    val_tokens: Any, # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
+    config: Recipe, # TrainConfig, or another Recipe
+    folder: str | Path | None = None, # folder of the run, which is resumed; None: write nothing
+    desc: str = "training", # name of the progress bar
+    quiet: bool = False, # no progress bar
+    same: dict | None = None, # more facts that all processes must share: name -> value
+    beside: dict | None = None, # records to write beside config.json of a new run: name -> content
+    end: int | None = None, # token that closes a document, for `reset_documents`
+) -> dict:
     """Train or resume a run, and return a dict: loss, last evaluation, seconds, history.
 
     Raises TrainingDiverged, WorkerLost, KeyboardInterrupt, ValueError or OSError."""

@@ -10,7 +10,7 @@ __all__ = ['REMOTE', 'LonghornConfig', 'LonghornModel', 'LonghornForCausalLM', '
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
+from typing import Any, Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +218,7 @@ class LonghornPreTrainedModel(PreTrainedModel):
 class LonghornModel(LonghornPreTrainedModel):
     "Map tokens to the stream after the last norm."
 
-    def __init__(self, config):
+    def __init__(self, config: LonghornConfig):
         super().__init__(config)
         lm = config.lm_config()
         self.embedding = nn.Embedding(lm.vocab_size, lm.d_model)
@@ -228,7 +228,7 @@ class LonghornModel(LonghornPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def embed(self, input_ids, inputs_embeds):
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         "Return the stream (B,T,d_model) of tokens (B,T) or of embeddings."
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -238,8 +238,9 @@ class LonghornModel(LonghornPreTrainedModel):
         return self.dropout(wide(inputs_embeds))
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None,
-                use_cache=None, output_hidden_states=None, **ignored):
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = None,
+                output_hidden_states: bool | None = None, **ignored: Any) -> Any:
         h, cache = self.embed(input_ids, inputs_embeds), past_key_values
         if cache is not None and not isinstance(cache, LonghornCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out; "
@@ -255,7 +256,7 @@ class LonghornModel(LonghornPreTrainedModel):
         hidden = tuple(stream) if output_hidden_states else None
         return BaseModelOutputWithPast(stream[-1], cache if use_cache else None, hidden)
 
-    def read(self, h, mask, cache):
+    def read(self, h: Tensor, mask: Any, cache: Any) -> list:
         "Run the blocks, from `cache` and into it."
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         pasts = [layer and layer.state for layer in layers]
@@ -277,15 +278,17 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     "Map tokens to logits, and `labels` to a loss in nats per token."
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
 
-    def __init__(self, config):
+    def __init__(self, config: LonghornConfig):
         super().__init__(config)
         self.model = LonghornModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None, labels=None,
-                use_cache=None, output_hidden_states=None, logits_to_keep=0, **options):
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, past_key_values: Any = None, labels: Tensor | None = None,
+                use_cache: bool | None = None, output_hidden_states: bool | None = None, logits_to_keep: int = 0,
+                **options: Any) -> Any:
         "Return logits, loss and cache; labels (B,T) are the tokens, shifted here; -100 is left out."
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
                          output_hidden_states, return_dict=True)
@@ -327,9 +330,9 @@ def from_transformers(model: LonghornForCausalLM) -> SequenceLM:
 REMOTE = "from longhorn_kit.models.transformers import LonghornConfig, LonghornForCausalLM, LonghornModel\n"
 
 def export_folder(
-    model,          # `SequenceLM` or `LonghornForCausalLM`
+    model: nn.Module, # `SequenceLM` or `LonghornForCausalLM`
     folder: str | Path,
-    tokenizer=None, # of transformers, saved beside it
+    tokenizer: Any = None, # of transformers, saved beside it
 ) -> Path:
     "Write a folder that transformers loads with trust_remote_code=True, without importing the kit."
     model, folder = to_transformers(model) if isinstance(model, SequenceLM) else model, Path(folder)

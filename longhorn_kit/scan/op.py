@@ -8,6 +8,7 @@ __all__ = ['FORMS', 'BACKENDS', 'CHECKPOINTS', 'TORCH_SCANS', 'longhorn_scan', '
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n04
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,7 @@ def longhorn_scan(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
-):
+) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
     `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. All inputs get gradients;
@@ -142,7 +143,7 @@ def longhorn_step(
     form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     inplace: bool = False, # write the next state into `state`, for inference
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
-):
+) -> tuple[Tensor, Tensor]:
     "Run one decode step: `(out_t (B,D), next state (B,D,N))`."
     check_choice("form", form, FORMS)
     return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace, backend)
@@ -159,7 +160,7 @@ def selective_scan(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
-):
+) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."
     return _scan("dt", None, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
                  checkpoint)
@@ -173,6 +174,6 @@ def selective_step(
     *,
     inplace: bool = False, # write the next state into `state`, for inference
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
-):
+) -> tuple[Tensor, Tensor]:
     "Run one decode step of Mamba: `(out_t (B,D) in x_t.dtype, next state (B,D,N))`."
     return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace, backend)

@@ -6,6 +6,8 @@
 __all__ = ['CONV_BACKENDS', 'MAX_WIDTH', 'torch_conv', 'causal_conv1d', 'causal_conv1d_step']
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-n04
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,7 +70,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton" or "torch"
     twice: bool = False, # y as a pair over the same memory, for two readers
-):
+) -> Tensor | Any:
     """Run a causal convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
     All inputs get gradients; only "torch" can be differentiated twice.
@@ -94,7 +96,7 @@ def causal_conv1d_step(
     activation: str | None = "silu", # "silu" (or "swish"), or None
     inplace: bool = False, # shift `state` itself instead of making a new one
     backend: str = "auto", # "auto", "triton" or "torch"
-):
+) -> tuple[Tensor, Tensor]:
     """Run one decode step: `(y_t (B,D), next state (B,D,W-1))`.
 
     The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only."""
