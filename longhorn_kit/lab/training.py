@@ -21,6 +21,7 @@ from .processes import (
 from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
     parameter_groups, seed_all, set_lr, cross_entropy_grad)
+from ..scan.arguments import documented
 from longhorn_kit.records import (
     append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
     write_record)
@@ -364,6 +365,7 @@ def make_validate(run, val_tokens, rows):
     return validate if val_tokens is not None else lambda model: {}
 
 # %% ../../nbs/machine/training.ipynb #training-036
+@documented
 def train(
     model: nn.Module, # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
     train_tokens: Any, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import shown
+from ..scan.arguments import documented, shown
 from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
+@documented
 @dataclass
 class LMConfig:
     "Configuration of a `SequenceLM`; mistakes raise a `ValueError`."
@@ -131,7 +132,7 @@ def draw_weights(model: nn.Module):
 class Backbone(nn.Module):
     "Embedding, blocks and read-out, for training."
 
-    def __init__(self, config: LMConfig):
+    def __init__(self, config: LMConfig): # sizes, mixer and its options
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -274,6 +275,7 @@ def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
     return None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042
+@documented
 class SequenceLM(Decoder):
     "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
     save_pretrained: Callable[..., None] # these two are in `models.files`
@@ -290,9 +292,14 @@ class SequenceLM(Decoder):
             yield (token := sample(logits, temperature, top_k, top_p, generator))
             logits, cache = self.step(token, cache) if left else (None, None)
 
-    def generate(self, tokens: Tensor, n_new: int, temperature: float = 1.0, top_k: int | None = None,
-                 top_p: float | None = None, seed: int | None = None) -> Tensor:
-        "Return prompt (B,T) and continuation, (B,T+n_new), drawn as by `sample`; same seed, same tokens."
+    @documented
+    def generate(self,
+        tokens: Tensor, n_new: int, # (B,T) prompt, number of tokens to add
+        temperature: float = 1.0,   # 0: the most probable token
+        top_k: int | None = None, top_p: float | None = None, # keep k tokens, or the fewest with this probability
+        seed: int | None = None,    # of the draws; same seed, same tokens
+    ) -> Tensor:
+        "Return prompt and continuation, (B,T+n_new), drawn as by `sample`."
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
         return torch.cat([tokens, torch.stack(new, 1).to(tokens.dtype)], 1) if new else tokens
 

@@ -9,13 +9,13 @@ __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 
 import inspect, math
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import check_tensor, shown
+from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -23,7 +23,7 @@ from ..theory.closed_forms import effective_rate_from_logits
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
 
-def register_mixer(name: str, **fixed: Any) -> Any: # fixed: options that belong to the name and cannot be changed
+def register_mixer(name: str, **fixed: Any) -> Callable: # fixed: options that belong to the name and cannot be changed
     "Return a class decorator that enters a mixer in `MIXERS`."
     def register(cls):
         known = MIXERS.get(name)
@@ -92,7 +92,7 @@ class Mixer(nn.Module, ABC):
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
     @torch.compiler.disable # lengths are sizes of tensors
-    def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
+    def run_packed(self, x: Tensor, cu_seqlens: Tensor) -> Any:
         "Run packed documents one by one; override this if all can run at once."
         lengths = check_cu_seqlens(cu_seqlens, x, "x", "d_model")
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
@@ -225,10 +225,11 @@ class StepSize(nn.Linear):
 @register_mixer("longhorn_decoupled", form="decoupled")
 @register_mixer("longhorn_exact", form="exact")
 @register_mixer("longhorn")
+@documented
 class Longhorn(ScanMixer):
     "The Longhorn layer, (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int,
+    def __init__(self, d_model: int, # width of input and output
         d_state: int = 16,      # N, size of keys and queries
         d_conv: int = 4,        # width of the convolution
         expand: int = 2,        # d_inner / d_model

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_arguments, check_choice, check_cu_seqlens, check_tensor, kernel_obstacle, transformed,
-    wants_gradient)
+from .arguments import (
+    bounds_for_kernels, check_arguments, check_choice, check_cu_seqlens, check_tensor, documented, kernel_obstacle,
+    transformed, wants_gradient)
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
     STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
@@ -95,6 +95,7 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
     return run_sequences(scan, (q, k, x, b, z, timed), lengths, state, final)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-021
+@documented
 def longhorn_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
     b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
@@ -134,6 +135,7 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
     return out, state.copy_(S) if inplace else S
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
+@documented
 def longhorn_step(
     q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
     b_t: Tensor, state: Tensor, # (B,D) or (B,1) step-size logits, (B,D,N)
@@ -149,6 +151,7 @@ def longhorn_step(
     return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace, backend)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-033
+@documented
 def selective_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
     dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
@@ -166,6 +169,7 @@ def selective_scan(
                  checkpoint)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-035
+@documented
 def selective_step(
     q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
     dt_t: Tensor, A: Tensor, # (B,D) or (B,1); (D,N) negative rates, or (B,1,N) input-dependent ones

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, kernel_obstacle, traced, transformed,
+    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, documented, kernel_obstacle, traced, transformed,
     wants_gradient)
 from .op import run_sequences
 from .reference import no_autocast
@@ -59,6 +59,7 @@ def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and t
     return "torch" if obstacle or (backend == "auto" and not tensors[0].is_cuda) else "triton"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
+@documented
 def causal_conv1d(
     x: Tensor, # (B,T,D)
     weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; taps, oldest first
@@ -89,6 +90,7 @@ def causal_conv1d(
     return (y, final) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
+@documented
 def causal_conv1d_step(
     x_t: Tensor, state: Tensor, # (B,D) the next input, (B,D,W-1) the inputs just before
     weight: Tensor, bias: Tensor | None = None, # (D,W), or (D,1,W) as in `nn.Conv1d`; (D,)
