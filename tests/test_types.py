@@ -49,7 +49,7 @@ print(timm.create_model("longhorn_vim_nano_patch2_8", num_classes=10)(images).sh
 print(longhorn_kit.models.vision.VisionLonghorn(img_size=8, patch_size=2)(images).shape)
 '''
 WRONG = {'Longhorn(d_model="wide")': '"d_model" to "Longhorn" has incompatible type "str"', "longhorn_scan(q, k, x, b, frm=1)": '"frm"',
-         "model.generate(tokens)": '"n_new"', "longhorn_step(q, k, x, b, state) + 1": "Unsupported operand", "longhorn_kit.no": '"no"'}
+         "model.generate(tokens)": '"n_new"', "longhorn_step(q, k, x, b, state) + 1": "__add__", "longhorn_kit.no": '"no"'}
 
 
 @pytest.mark.slow
