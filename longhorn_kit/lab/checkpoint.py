@@ -10,7 +10,6 @@ import hashlib, io, warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -73,7 +72,7 @@ def tidy(folder: str | Path, save_total_limit: int) -> None:
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-009-3
 def write_checkpoint(path: Path, state: dict, about: dict, metrics: list, save_total_limit: int = 2,
-                     group: Any = None) -> None:
+                     group: object = None) -> None:
     "Write a checkpoint with all processes, and remove old ones; OSError names the folder."
     main = is_main_process()
     with ExitStack() as stack:

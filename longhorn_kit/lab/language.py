@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -221,7 +220,7 @@ def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # text (1,M
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-022
 def write_text(
-    model: SequenceLM, tokenizer: Any, prompt: str = "The ", tokens: int = 240, seed: int = 0
+    model: SequenceLM, tokenizer: object, prompt: str = "The ", tokens: int = 240, seed: int = 0
 ) -> str: # tokens: to add
     "Return the prompt with its continuation."
     ids = torch.tensor([tokenizer.encode(prompt).tolist()], device=model.embedding.weight.device)

@@ -10,7 +10,6 @@ import hashlib, json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +134,7 @@ def fit(
     mixer: str, # a key of `MIXERS`
     corpus: Corpus,
     folder: str | Path, # of the run
-    val: Any = None, # as `val_tokens` of `train`; None: the corpus's
+    val: object = None, # as `val_tokens` of `train`; None: the corpus's
     out: Path | None = None, # of the model; None: `model` in the folder of the run
     quiet: bool = False, # no progress
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
@@ -170,7 +169,7 @@ def train_lm(
     data: str | None, # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
     out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
-    **overrides: Any, # see `override`
+    **overrides: object, # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
     with together():
