@@ -260,9 +260,9 @@ def contents() -> str:
 def public_names() -> set:
     "Full names of what `from longhorn_kit import ...` offers, by the imports of the `__init__` files."
     tree = ast.parse((ROOT / "longhorn_kit" / "__init__.py").read_text(encoding="utf-8"))
-    homes = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES")
+    homes = {alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level for alias in node.names}
     found = set()
-    for name, part in ast.literal_eval(homes).items():
+    for name, part in homes.items():
         inner = ast.parse((ROOT / "longhorn_kit" / part / "__init__.py").read_text(encoding="utf-8"))
         for node in inner.body:
             if isinstance(node, ast.ImportFrom) and name in {a.name for a in node.names}:

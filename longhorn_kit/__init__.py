@@ -5,24 +5,27 @@ import importlib
 import os
 import sys
 from glob import glob
+from typing import TYPE_CHECKING
 
 # Triton asks once, when it is first imported: on a Linux machine without a GPU its kernels run in its interpreter.
 if sys.platform == "linux" and not any(map(glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where the public names live; they load on first use, so that `longhorn --help` does not wait for PyTorch.
-_HOMES = {
-    "longhorn_scan": "scan", "longhorn_step": "scan", "selective_scan": "scan", "selective_step": "scan",
-    "causal_conv1d": "scan", "causal_conv1d_step": "scan",
-    "Longhorn": "models", "MIXERS": "models", "LMConfig": "models", "SequenceLM": "models",
-}
-__all__ = list(_HOMES)
+# The public names, for type checkers.
+if TYPE_CHECKING:
+    from .models import LMConfig, Longhorn, MIXERS, SequenceLM
+    from .scan import causal_conv1d, causal_conv1d_step, longhorn_scan, longhorn_step, selective_scan, selective_step
+
+__all__ = ["longhorn_scan", "longhorn_step", "selective_scan", "selective_step", "causal_conv1d", "causal_conv1d_step",
+           "Longhorn", "MIXERS", "LMConfig", "SequenceLM"]
 
 
-def __getattr__(name):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    def __getattr__(name):
+        # Names load on first use, so that `longhorn --help` does not wait for PyTorch: functions are in `scan`.
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{'scan' if name.islower() else 'models'}"), name)
 
 
 def __dir__():

@@ -12,7 +12,7 @@ import torch
 BOX_OPERATORS = ("nms", "qnms")
 _declared = [] # keeps the declarations alive
 
-def declare_box_operators():
+def declare_box_operators() -> None:
     "Declare torchvision's box operators, without an implementation."
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in BOX_OPERATORS:

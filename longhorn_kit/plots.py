@@ -7,6 +7,7 @@ __all__ = ['COLORS', 'LABELS', 'INK', 'use_style', 'label_ends', 'plot_seeds']
 
 # %% ../nbs/machine/plots.ipynb #plots-003
 import sys
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -32,7 +33,7 @@ LABELS = {
 INK = "#7A7A7A"
 
 # %% ../nbs/machine/plots.ipynb #plots-006
-def use_style():
+def use_style() -> None:
     "Set matplotlib's defaults to the look of the book; call it once, after the imports."
     ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor",
            "xtick.color", "ytick.color", "grid.color")
@@ -51,9 +52,9 @@ def use_style():
 
 # %% ../nbs/machine/plots.ipynb #plots-008
 def label_ends(
-    ax,        # axes whose lines have their name in `label=`
-    gap=0.065, # smallest distance between two labels, as a fraction of the axes' height
-):
+    ax: Any, # axes whose lines have their name in `label=`
+    gap: float = 0.065, # smallest distance between two labels, as a fraction of the axes' height
+) -> None:
     "Write every line's label beside its last finite point, in the line's colour."
     ax.autoscale_view()  # limits may be stale until the first drawing
     ends = []
@@ -74,12 +75,12 @@ def label_ends(
 
 # %% ../nbs/machine/plots.ipynb #plots-010
 def plot_seeds(
-    ax,     # axes to draw on
-    steps,  # (T,) common x values
-    runs,   # (seeds,T), one row per seed
-    name,   # a key of `COLORS`, which gives colour and label
-    **options, # passed on to `ax.plot`
-):
+    ax: Any, # axes to draw on
+    steps: Any, # (T,) common x values
+    runs: Any, # (seeds,T), one row per seed
+    name: str, # a key of `COLORS`, which gives colour and label
+    **options: Any, # passed on to `ax.plot`
+) -> Any:
     "Draw the mean over seeds as a line and the range over seeds as a band; return the line."
     runs = np.atleast_2d(np.asarray(runs, float))
     (line,) = ax.plot(steps, runs.mean(0), color=COLORS[name], **{"label": LABELS[name], **options})

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Iterable, Iterator
 
 import longhorn_kit
 try:
@@ -93,7 +94,7 @@ def standing(path: str | Path) -> Path:
 @contextmanager
 def atomic_path(
     path: str | Path, # file or folder to write; its parent is made if missing
-):
+) -> Iterator[Path]:
     "Context manager that yields a temporary path, which becomes `path` when the block ends; OSError names the path."
     path = Path(path)
     partial = beside(path)
@@ -120,7 +121,7 @@ def put_on_disk(path: Path) -> None:
 def atomic_file(
     path: str | Path,
     mode: str = "w", # "w" for text (UTF-8, newlines as written) or "wb" for bytes
-):
+) -> Iterator[Any]:
     "Context manager that yields an open file, which appears under `path` whole when the block ends, or not at all."
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
@@ -136,7 +137,7 @@ def cannot_write(path: str | Path, error: Exception) -> OSError:
 
 # %% ../nbs/machine/records.ipynb #records-016
 def check_ranges(
-    settings, # object with these attributes
+    settings: Any, # object with these attributes
     **ranges: tuple, # attribute=(lowest, highest)
 ) -> None:
     "Raise ValueError for the first attribute outside its range."
@@ -146,10 +147,10 @@ def check_ranges(
 
 # %% ../nbs/machine/records.ipynb #records-016-3
 def check_same_settings(
-    folder,      # folder of a run
+    folder: str | Path, # folder of a run
     known: dict, # settings of its run
-    ours: dict,  # settings of the run that wants the folder
-    names,       # names of the settings that must agree
+    ours: dict, # settings of the run that wants the folder
+    names: Iterable[str], # names of the settings that must agree
 ) -> None:
     "Raise ValueError for the first setting that differs from the run in a folder."
     for name in names:
@@ -158,7 +159,7 @@ def check_same_settings(
                              "use another folder or delete it")
 
 # %% ../nbs/machine/records.ipynb #records-019
-def to_plain(value):
+def to_plain(value: Any) -> Any:
     "Convert a result to dict, list, str, int, float, bool and None; NaN and infinities become None."
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
@@ -182,7 +183,7 @@ def without_machine_paths(text: str) -> str:
             text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text)
     return text
 
-def write_json(path: str | Path, value) -> Path:
+def write_json(path: str | Path, value: Any) -> Path:
     "Write a value as JSON, whole or not at all, and return the path."
     text = json.dumps(to_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     with atomic_file(path) as file:
@@ -192,14 +193,14 @@ def write_json(path: str | Path, value) -> Path:
 # %% ../nbs/machine/records.ipynb #records-022
 class JsonObject(dict):
     "Object of a JSON file; a missing key raises a ValueError that names the file."
-    def __init__(self, items=(), place="a JSON file"):
+    def __init__(self, items: Any = (), place: Any = "a JSON file"):
         super().__init__(items)
         self.place = str(place)
 
     def __missing__(self, key):
         raise ValueError(f"key {key!r} is missing in {self.place}")
 
-def read_json(path: str | Path):
+def read_json(path: str | Path) -> Any:
     "Return the value in a JSON file, with objects as `JsonObject`; ValueError if the file is not JSON."
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path))
@@ -210,7 +211,7 @@ def read_json(path: str | Path):
 @contextmanager
 def atomic_folder(
     path: str | Path, # folder to make; an existing one is replaced when the new one is complete
-):
+) -> Iterator[Path]:
     "Context manager that yields a folder to write into; it gets a manifest and becomes `path` when the block ends."
     with atomic_path(path) as partial:
         partial.mkdir()
@@ -247,7 +248,7 @@ def check_folder(
 # %% ../nbs/machine/records.ipynb #records-028
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]") # all except tab and newline
 
-def readable(value):
+def readable(value: Any) -> Any:
     "Replace control characters, except tab and newline, in all strings of a value."
     if isinstance(value, dict):
         kind = partial(JsonObject, place=value.place) if isinstance(value, JsonObject) else dict
@@ -283,13 +284,13 @@ def read_record(path: str | Path) -> dict:
     return readable(record)
 
 # %% ../nbs/machine/records.ipynb #records-032
-def json_line(value) -> str:
+def json_line(value: Any) -> str:
     "Return the object as one line of strict JSON, with its newline."
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
 def append_jsonl(
     path: str | Path, # made if missing
-    *values,          # one object per new line
+    *values: Any, # one object per new line
 ) -> None:
     "Append one line per value, all of them or none; OSError names the file."
     data = "".join(map(json_line, values)).encode()
@@ -323,7 +324,7 @@ def read_jsonl(path: str | Path) -> list:
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
     return values
 
-def write_jsonl(path: str | Path, values) -> None:
+def write_jsonl(path: str | Path, values: Iterable) -> None:
     "Write a file of JSON lines, whole or not at all."
     with atomic_file(path) as file:
         file.writelines(map(json_line, values))
@@ -333,7 +334,7 @@ def write_jsonl(path: str | Path, values) -> None:
 def exclusive_lock(
     folder: str | Path, # made if missing
     wait: bool = True,  # False: raise BlockingIOError if another process has the folder
-):
+) -> Iterator[bool]:
     "Context manager that keeps other processes out of a folder; yields False if the file system has no locks."
     folder, handle = Path(folder), None
     while fcntl:
@@ -374,7 +375,7 @@ def locked(folder: Path, wait: bool) -> int | None:
 
 # %% ../nbs/machine/records.ipynb #records-041
 def commit_of_kit(
-    root=None, # root of the repository; by default the folder above the package
+    root: str | Path | None = None, # root of the repository; by default the folder above the package
 ) -> str | None:
     """Return the commit that the kit runs from, with `+` if its files have been changed.
 
@@ -435,12 +436,12 @@ def command_line() -> str:
 
 # %% ../nbs/machine/records.ipynb #records-048
 def progress(
-    iterable=None,         # what to loop over; None to count by `update`
-    desc: str = "",        # name of the work
-    total=None,            # number of items, if known
-    initial: int = 0,      # first count
+    iterable: Any = None, # what to loop over; None to count by `update`
+    desc: str = "", # name of the work
+    total: int | None = None, # number of items, if known
+    initial: int = 0, # first count
     disable: bool = False, # True on processes that should be silent
-):
+) -> Any:
     "Return a tqdm bar; outside a terminal it prints a line every ten seconds."
     from tqdm import tqdm
     slow = {"mininterval": 10, "maxinterval": 10, "delay": 10, "ncols": 100}

@@ -7,7 +7,11 @@ import pytest
 
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import claims, use
+from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
+from longhorn_kit.lab.recipe import TrainConfig
 from longhorn_kit.lab.run import Here
+from longhorn_kit.lab.vision_training import VISION_PRESETS, VisionConfig
+from longhorn_kit.models import MIXERS
 from longhorn_kit.records import read_jsonl, read_record
 
 LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
@@ -69,6 +73,25 @@ def test_help_goes_to_stdout_and_explains_every_flag(argv, capsys):
     fields = dataclasses.fields(cli.COMMANDS[argv[0]]) if argv[0] in cli.COMMANDS else ()
     for words in (field.name.replace("_", "-") for field in fields if field.name != "settings"): # its fields are the flags
         assert f"--{words}" in out or words.upper() in out
+
+
+@pytest.mark.parametrize("command, presets, settings", [
+    ("train-lm", LM_PRESETS, [*dataclasses.fields(LMPreset), *dataclasses.fields(TrainConfig)]),
+    ("train-vision", VISION_PRESETS, dataclasses.fields(VisionConfig))])
+def test_help_lists_presets_mixers_and_what_a_preset_fills_in(command, presets, settings, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split()).partition("settings options")[2]
+    assert all(f"  {name}: {preset.description}" in out for name, preset in presets.items())
+    assert command != "train-lm" or f"Mixers: {', '.join(MIXERS)}\n" in out
+    for name in {field.name for field in settings} - {"train", *("steps", "warmup", "eval_every") * (command == "train-vision")}:
+        about, default = re.search(rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words).groups()
+        assert len(about.split()) > 1 and default == "from the preset", name
+    assert "default: None" not in out
+    name = list(presets)[0]
+    assert cli.main([command, "--preset", name, "--help"]) == 0
+    assert "from the preset" not in (out := capsys.readouterr().out) and f"  {name}: " in out
 
 
 def test_version(capsys):

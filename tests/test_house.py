@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 6100, "package": 14150, "tests": 11500, "kernels and docs": 2950} # lines without blank lines and cell markers
+BUDGET = {"lab": 6100, "package": 14150, "tests": 11800, "kernels and docs": 2950} # lines without blank lines and cell markers
 CHARACTERS = 829_000 # the aim is 730,000
 LARGE = {"scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable"} # modules over 400 lines (kernel files 600)
 WORDING = 20 # sentences with an odd phrase
@@ -99,6 +99,30 @@ def test_imports_go_one_way_and_in_no_circle():
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
 def test_a_mechanism_stands_in_one_place(mechanism):
     assert len([name for name, text in modules().items() if re.search(ONE_PLACE[mechanism], text)]) <= 1
+
+
+def without_types(function, bound):
+    "Return the arguments, and `return`, that have no annotation; kernels need none."
+    if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return []
+    args = function.args
+    named = [*args.posonlyargs, *args.args, *args.kwonlyargs][bound:] + [arg for arg in (args.vararg, args.kwarg) if arg]
+    lacking = [arg.arg for arg in named if arg.annotation is None]
+    typed = function.returns is not None or (function.name == "__init__" and named) # as for mypy
+    return lacking + ["return"] * (not typed)
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name != "scan/gluon_cpu"]) # it has the signatures of Gluon
+def test_public_functions_are_annotated(name):
+    body, lacking = ast.parse(modules()[name]).body, {}
+    public = {name for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+              for name in ast.literal_eval(node.value)}
+    for node in (node for node in body if getattr(node, "name", None) in public):
+        for function in [node] if isinstance(node, ast.FunctionDef) else node.body:
+            if isinstance(function, ast.FunctionDef) and (function.name == "__init__" or not function.name.startswith("_")):
+                bound = function is not node and "staticmethod" not in map(ast.unparse, function.decorator_list)
+                lacking[f"{node.name}.{function.name}"] = without_types(function, bound)
+    assert {function: names for function, names in lacking.items() if names} == {}
 
 
 @cache

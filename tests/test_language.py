@@ -135,7 +135,7 @@ def test_differences_say_what_the_code_does():
     assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
-    flags, given = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}, cli.TrainLM.settings_of(["--preset", "owt-120m"])
+    flags, given = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}, cli.TrainLM.settings_of(["--preset", "owt-120m"])[0]
     assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
     assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
 

@@ -59,11 +59,11 @@ class Reader(dcp.FileSystemReader):
         return io.BytesIO(checked(file.read(piece.length), piece.sha256, Path(self.path) / piece.relative_path))
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-009
-def checkpoints(folder):
+def checkpoints(folder: str | Path | None) -> list[Path]:
     "Return the complete checkpoints of a run, oldest first."
     return sorted(path.parent for path in Path(folder).glob("checkpoints/step-*/checkpoint.json")) if folder else []
 
-def tidy(folder, save_total_limit):
+def tidy(folder: str | Path, save_total_limit: int) -> None:
     "Remove unfinished checkpoints, and all but the newest complete ones."
     newest = checkpoints(folder)[-save_total_limit:]
     for place in folder.glob("checkpoints/*"):
@@ -71,7 +71,8 @@ def tidy(folder, save_total_limit):
             discard(place)
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-009-3
-def write_checkpoint(path, state, about, metrics, save_total_limit=2, group=None):
+def write_checkpoint(path: Path, state: dict, about: dict, metrics: list, save_total_limit: int = 2,
+                     group: object = None) -> None:
     "Write a checkpoint with all processes, and remove old ones; OSError names the folder."
     main = is_main_process()
     with ExitStack() as stack:
@@ -101,7 +102,7 @@ def store_state(state, place, path, group): # place: folder to write to; path: i
         raise OSError(f"process {rank}: {message}" if len(gathered(None, group)) > 1 else str(message)) from None
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-012
-def read_checkpoint(path):
+def read_checkpoint(path: Path) -> tuple[dict, list]:
     "Return (record, metrics) of a checkpoint; `Damaged` if a file has changed since it was written."
     if (path / "manifest.json").exists():
         raise ValueError(f"checkpoint {path} is from an earlier version of the kit; resume it with that version, or "
@@ -114,7 +115,7 @@ def read_checkpoint(path):
     except (OSError, ValueError, TypeError) as error:
         raise Damaged(f"{path} is damaged: {str(error).split(';')[0]}") from None
 
-def load_state(path, state, sha256):
+def load_state(path: Path, state: dict, sha256: str) -> None:
     "Fill the tensors of a state; `Damaged`, or ValueError for another model."
     try:
         dcp.load(state, storage_reader=Reader(path, sha256))

@@ -259,7 +259,7 @@ CLAIMS += [
 # %% ../../nbs/machine/claims.ipynb #39_claims-017
 _SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does not have
 
-def sizes_differ():
+def sizes_differ() -> list:
     "Return how much larger Longhorn is than the models called equal in size."
     larger = lambda name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
     return [settled(f"as large as {NAMES[name]}", larger(name), False, "% larger") for name in ("attention", "gla")]

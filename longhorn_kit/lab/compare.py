@@ -79,7 +79,7 @@ def counts(cell: dict) -> bool:
     "Check that no other rate could change a cell: it is solved, or its rate lies inside the grid."
     return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
 
-def limited(cell):
+def limited(cell: dict) -> list[float]:
     "Return a cell's accuracies, limited to the range from guessing to solved."
     return [min(max(value, LEARNT * cell["guess"]), SOLVED) for value in cell["accuracy"]]
 
@@ -249,7 +249,7 @@ def compare_needles(record: dict) -> list[Comparison]:
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= found.keys()]
 
 # %% ../../nbs/machine/compare.ipynb #e9d719e3
-def about_length(record):
+def about_length(record: dict) -> str:
     "Describe the models and the texts of a record."
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
     lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
@@ -265,7 +265,7 @@ def compare_vision(record: dict) -> list[Comparison]:
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
 
-def about_vision(record):
+def about_vision(record: dict) -> str:
     "Describe the data, the models and their training."
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
     return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Callable
 import numpy as np
 from longhorn_kit.lab.data import (
     VAL_PART, embedded_corpus_hash, get_tokenizer, holds_whole, hub_name, load_documents, matching_files, pieces_of,
@@ -21,7 +22,7 @@ from ..records import (
 # %% ../../nbs/machine/corpus.ipynb #corpus-007
 PARTS = ("train", "val")
 
-def tokenise(rows, tokenizer, cut): # rows: {"name": [...], "text": [...]}; cut: document -> (part, text) pairs
+def tokenise(rows: dict, tokenizer: Any, cut: Callable) -> dict: # names and texts; document -> (part, text) pairs
     "Return lists with an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
     pieces = {"part": [], "tokens": [], "bytes": []}
     for part, text in (piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)):
@@ -270,7 +271,7 @@ class Corpus:
     train: np.ndarray # (M,) tokens to train on
     val: np.ndarray   # (M,) held-out tokens
 
-    def bits_per_byte(self, nats): # nats: loss per held-out token
+    def bits_per_byte(self, nats: float) -> float: # nats: loss per held-out token
         "Return the loss in bits per byte, which is comparable between tokenizers."
         return nats / math.log(2) * self.index["val"]["tokens"] / self.index["val"]["bytes"]
 
@@ -357,16 +358,16 @@ def check_settings(fraction, bins, **counts):
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
-    source="stdlib",    # "stdlib", files, a prepared folder, nanoGPT's .bin, or "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
-    tokenizer="bytes",  # "bytes", "gpt2" or "gpt2:FOLDER"
-    val=None,           # source of the held-out part; by default a share of `source`
-    fraction=VAL_PART,  # the held-out share
-    limit=None,         # number of documents to use
-    cache=None,         # folder of corpora; by default $LONGHORN_CACHE, or longhorn-kit in the user's cache
-    tokens=None,        # stop at this many training tokens; a whole stream in the cache is used as it is
-    workers=None,       # processes that tokenise; None: one per core
-    text_column="text", # column of records; "text" also finds "content"
-):
+    source: str | Path = "stdlib", # or files, a prepared folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
+    tokenizer: str = "bytes", # "bytes", "gpt2" or "gpt2:FOLDER"
+    val: str | Path | None = None, # source of the held-out part; by default a share of `source`
+    fraction: float = VAL_PART, # the held-out share
+    limit: int | None = None, # number of documents to use
+    cache: str | Path | None = None, # folder of corpora; by default $LONGHORN_CACHE, or in the user's cache
+    tokens: int | None = None, # stop at this many training tokens; a whole stream in the cache is used as it is
+    workers: int | None = None, # processes that tokenise; None: one per core
+    text_column: str = "text", # column of records; "text" also finds "content"
+) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
     check_settings(fraction if val is None else VAL_PART, bins, limit=limit, tokens=tokens, workers=workers)

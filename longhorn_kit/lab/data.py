@@ -12,6 +12,7 @@ import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, sys, sysconf
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any, Iterable, Iterator
 import numpy as np
 
 # %% ../../nbs/machine/data.ipynb #data-007
@@ -61,7 +62,7 @@ def name_hash(name):
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 # %% ../../nbs/machine/data.ipynb #data-014
-def embedded_documents():
+def embedded_documents() -> Iterator[tuple[str, str]]:
     "Yield the embedded corpus as (name, text), in a fixed order."
     sources = help_topics() | stdlib_files()
     for name in sorted(sources, key=lambda name: name_hash(f"order of {name}")):
@@ -74,12 +75,12 @@ def embedded_documents():
 # %% ../../nbs/machine/data.ipynb #data-016
 VAL_PART = 0.05 # share of documents that are held out
 
-def is_held_out(key, fraction=VAL_PART): # key: the document's name or text
+def is_held_out(key: str, fraction: float = VAL_PART) -> bool: # key: the document's name or text
     "Check whether a document is held out."
     return name_hash(key) < fraction
 
 # %% ../../nbs/machine/data.ipynb #data-017
-def embedded_corpus_hash():
+def embedded_corpus_hash() -> str:
     "Return the SHA-256 of the embedded corpus of this Python."
     digest = hashlib.sha256()
     for name, text in embedded_documents():
@@ -193,7 +194,7 @@ NO_TEXT = (".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .ra
            ".xls .xlsx .zip").split()
 
 # %% ../../nbs/machine/data.ipynb #data-027e-2
-def file_documents(path, text_column="text"):
+def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str, str]]:
     "Yield the documents of a file as (name, text); ValueError or OSError names the file."
     path, name = Path(path), None
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
@@ -210,7 +211,7 @@ def file_documents(path, text_column="text"):
         raise ValueError(f"{path} is empty")
 
 # %% ../../nbs/machine/data.ipynb #data-028
-def matching_files(pattern): # a path, or a glob such as "books/*.txt.xz"
+def matching_files(pattern: str | Path) -> list[Path]: # a path, or a glob such as "books/*.txt.xz"
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -236,7 +237,7 @@ def hub_name(name): # without "hf:"
 # %% ../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
     "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
-    def __init__(self, name, text_column="text", position=None):
+    def __init__(self, name: str, text_column: str = "text", position: dict | None = None):
         from datasets import load_dataset
         path, config, split, revision = hub_name(name)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it announces retries
@@ -247,7 +248,7 @@ class HubDocuments:
             if self.row:
                 self.rows.load_state_dict(self.start["stream"])
 
-    def records(self):
+    def records(self) -> Iterator[tuple[str, dict]]:
         "Yield the rows as (place, dict)."
         with hub_errors(self.name):
             for self.row, row in enumerate(self.rows, self.row + 1):
@@ -256,7 +257,7 @@ class HubDocuments:
     def __iter__(self):
         return record_documents(self.records(), self.column, f"dataset {self.name!r}")
 
-    def position(self):
+    def position(self) -> dict | None:
         "Return the number of the next row, and the library's position."
         moved = self.row > self.start["row"]
         return {"row": self.row, "stream": self.rows.state_dict()} if moved else self.start
@@ -290,7 +291,7 @@ class FileDocuments:
         return [self.file, self.document]
 
 # %% ../../nbs/machine/data.ipynb #data-036
-def load_documents(source, text_column="text", position=None): # source: as for `prepare`
+def load_documents(source: str | Path, text_column: str = "text", position: Any = None) -> Any: # as for `prepare`
     "Return the documents of a source, an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
         return HubDocuments(source[3:], text_column, position)
@@ -303,11 +304,11 @@ class ByteTokenizer:
     name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
     sizes = np.ones(256, np.int64) # bytes of text per token
 
-    def encode(self, text):
+    def encode(self, text: str) -> np.ndarray:
         "Return token ids (M,) uint8."
         return np.frombuffer(text.encode(), self.dtype)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         "Return the text; bytes that are not UTF-8 become a replacement character."
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace").replace("\0", SEPARATOR)
 
@@ -316,22 +317,22 @@ class BPETokenizer:
     "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
     name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
 
-    def __init__(self, encoding):
+    def __init__(self, encoding: Any):
         self.encoding = encoding
 
     @cached_property
-    def sizes(self):
+    def sizes(self) -> np.ndarray:
         "Return the bytes of text per token (50257,); 1 for the end mark."
         sizes = np.ones(self.vocab_size, np.int64)
         for word, token in self.encoding._mergeable_ranks.items():
             sizes[token] = len(word)
         return sizes
 
-    def encode(self, text):
+    def encode(self, text: str) -> np.ndarray:
         "Return token ids (M,) uint16; <|endoftext|> in the text is encoded as text."
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         "Return the text; ids past the vocabulary, a model's padding, are left out."
         known = [int(i) for i in ids if i < self.vocab_size]
         return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
@@ -360,7 +361,7 @@ def gpt2_from_folder(folder):
 
 # %% ../../nbs/machine/data.ipynb #data-044
 @lru_cache(maxsize=4)
-def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
+def get_tokenizer(name: str) -> ByteTokenizer | BPETokenizer: # "bytes", "gpt2" or "gpt2:FOLDER"
     "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
     if name == "bytes":
         return ByteTokenizer()
@@ -376,14 +377,16 @@ def get_tokenizer(name): # "bytes", "gpt2" or "gpt2:FOLDER"
                       "without a network use gpt2:FOLDER with encoder.json and vocab.bpe") from None
 
 # %% ../../nbs/machine/data.ipynb #data-056
-def holds_whole(documents, fraction=VAL_PART, by_name=False): # by_name: hash the name
+def holds_whole(documents: Any, fraction: float = VAL_PART, by_name: bool = False) -> bool: # by_name: hash the name
     "Check whether whole documents, not ends, can be held out."
     chosen = [is_held_out(name if by_name else text, fraction) for name, text in itertools.islice(documents, 1000)]
     some = any(chosen) or len(chosen) == 1000 # with a small share, some come later
     return len(chosen) >= 100 and some and not all(chosen)
 
 # %% ../../nbs/machine/data.ipynb #data-057
-def pieces_of(name, text, whole, fraction=VAL_PART, by_name=False, part=None): # whole: from `holds_whole`
+def pieces_of(
+    name: str, text: str, whole: bool, fraction: float = VAL_PART, by_name: bool = False, part: str | None = None,
+) -> list[tuple[str, str]]: # whole: from `holds_whole`
     "Return a document as [(part, text)], where part is 'train' or 'val'; `part` sets it for all documents."
     if part or whole:
         return [(part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)]
@@ -395,12 +398,12 @@ def pieces_of(name, text, whole, fraction=VAL_PART, by_name=False, part=None): #
 class Sampler:
     "Draw batches of windows in an order set by the seed, every window once per epoch."
     def __init__(self,
-        tokens,     # (M,) token ids, in memory or mapped from a file
-        context,    # T, input tokens per window
-        batch_size, # windows per batch and process
-        seed=0,     # seed of the order
-        rank=0,     # number of this process
-        world=1,    # processes; together they draw world·batch_size windows
+        tokens: np.ndarray, # (M,) token ids, in memory or mapped from a file
+        context: int, # T, input tokens per window
+        batch_size: int, # windows per batch and process
+        seed: int = 0, # seed of the order
+        rank: int = 0, # number of this process
+        world: int = 1, # processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
             raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
@@ -408,7 +411,7 @@ class Sampler:
         self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
         self.windows, self.spare = divmod(len(tokens) - 1, context)
 
-    def start(self, number):
+    def start(self, number: int) -> int:
         "Return the first token of a window, counted over all epochs."
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
@@ -416,7 +419,7 @@ class Sampler:
             self.order, self.shift = rng.permutation(self.windows), int(rng.integers(self.spare + 1))
         return self.shift + self.context * int(self.order[place])
 
-    def next_batch(self):
+    def next_batch(self) -> tuple:
         "Return (inputs, targets), each (B,T) int64."
         first = self.drawn + self.rank * self.batch_size
         starts = [self.start(first + row) for row in range(self.batch_size)]
@@ -426,11 +429,11 @@ class Sampler:
         batch = torch.from_numpy(rows.astype(np.int64))
         return batch[:, :-1], batch[:, 1:]
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         "Return the position, and the settings on which it depends."
         return {"drawn": self.drawn, "tokens": len(self.tokens), "context": self.context, "seed": self.seed}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."
         for name, ours in self.state_dict().items():
             if name != "drawn" and ours != state[name]:

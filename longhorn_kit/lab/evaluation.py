@@ -13,6 +13,7 @@ __all__ = ['FILES', 'REMEDY', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS',
 import contextlib, copy, difflib, io, json, logging, re, time, warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Iterable, Iterator
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,7 @@ from ..records import (
     atomic_folder, cannot_write, check_folder, command_line, environment, standing, to_plain, version_of)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-006
-def harness():
+def harness() -> Any:
     "Return the package lm_eval with its output reduced; ImportError names the extra if it is missing."
     try:
         import longhorn_kit.models.transformers, lm_eval.models.huggingface # noqa: F401, registers the model
@@ -65,7 +66,7 @@ def vocabulary(tokenizer) -> tuple[dict, list]: # from `get_tokenizer` -> {word:
     return {**{word(token): rank for token, rank in ranks.items()}, END: tokenizer.end}, merges
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-012
-def hf_tokenizer(tokenizer, context: int = 8192): # from `get_tokenizer`; tokens that a tool may pass at once
+def hf_tokenizer(tokenizer: Any, context: int = 8192) -> Any: # from `get_tokenizer`; tokens that a tool may pass
     "Return the same tokenizer for transformers, with the same ids."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -103,7 +104,7 @@ def read_settings(path: Path) -> dict:
 
 # %% ../../nbs/machine/evaluation.ipynb #37f93009
 @contextlib.contextmanager
-def loading(path: Path):
+def loading(path: Path) -> Iterator[None]:
     "Context manager that turns any error into one sentence with the path and the remedy."
     try:
         yield
@@ -162,21 +163,21 @@ def load_pair(
     return model, words
 
 # %% ../../nbs/machine/evaluation.ipynb #d9a6182f
-def check_least(least: int, **numbers) -> None:
+def check_least(least: int, **numbers: Any) -> None:
     "Raise ValueError for the first given number below `least`."
     for name, number in numbers.items():
         if number is not None and number < least:
             raise ValueError(f"{name} is {number}; it must be at least {least}")
 
 @contextlib.contextmanager
-def quiet():
+def quiet() -> Iterator[None]:
     "Context manager that keeps the error stream and warnings off the terminal."
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-017
-def harness_model(folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1):
+def harness_model(folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1) -> Any:
     "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
     check_least(1, batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
@@ -188,7 +189,7 @@ def harness_model(folder: str | Path, tokenizer: str | None = None, context: int
 class UnknownTask(ValueError):
     "No task has this name."
 
-def manager_for(names: list[str], include: str | Path | None): # folder with further tasks
+def manager_for(names: list[str], include: str | Path | None) -> Any: # folder with further tasks
     "Return lm-eval's TaskManager that knows all these names; UnknownTask if one does not exist."
     harness()
     from lm_eval import tasks
@@ -234,7 +235,7 @@ OWN_TASKS = {name: { # generate a line after `passage_prompt`, mark it with `con
         ("nq_in_context", "triviaqa_in_context", "drop_in_context"), ("based_nq_2048", "based_triviaqa", "based_drop"))}
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-030
-def expand_tasks(names) -> list[str]: # names of tasks and presets, alone or joined by commas
+def expand_tasks(names: str | Iterable[str]) -> list[str]: # names of tasks and presets, alone or joined by commas
     "Return the individual task names, without duplicates."
     words = [word.strip() for name in names for word in name.split(",") if word.strip()]
     if not words:
@@ -257,12 +258,12 @@ def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # f
     return found
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-035
-def doubled(request):
+def doubled(request: Any) -> Any:
     "Return an lm-eval request with its context repeated, or unchanged if it has none."
     context, *rest = request.args
     return replace(request, arguments=(f"{context}\n{context}" if context else context, *rest))
 
-def read_twice(lm):
+def read_twice(lm: Any) -> Any:
     "Return a model of lm-eval that reads every context twice."
     twice = copy.copy(lm)
     for kind in ("generate_until", "loglikelihood"):
@@ -287,7 +288,7 @@ def metric_rows(found: dict, reading: str) -> list[dict]: # from lm-eval's `eval
     return rows
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-039
-def run_tasks(lm, tasks: dict, reading: str, shots: int | None = None, limit: int | None = None) -> list[dict]:
+def run_tasks(lm: Any, tasks: dict, reading: str, shots: int | None = None, limit: int | None = None) -> list[dict]:
     "Run the tasks of `find_tasks` on the model, and return `metric_rows`."
     for task in tasks["tasks"].values():
         fixed = task.get_config("num_fewshot")
@@ -306,13 +307,13 @@ def run_tasks(lm, tasks: dict, reading: str, shots: int | None = None, limit: in
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-041
 def evaluate_checkpoint(
-    folder: str | Path,           # of a model
-    tasks,                        # names, see `expand_tasks`
-    read: str = "once",           # a key of `READINGS`
-    shots: int | None = None,     # examples before each question; None: the task's number
-    limit: int | None = None,     # documents per task; None: all
+    folder: str | Path, # of a model
+    tasks: str | Iterable[str], # names, see `expand_tasks`
+    read: str = "once", # a key of `READINGS`
+    shots: int | None = None, # examples before each question; None: the task's number
+    limit: int | None = None, # documents per task; None: all
     include: str | Path | None = None, # folder with further tasks
-    **options,                    # of `harness_model`
+    **options: Any, # of `harness_model`
 ) -> dict:
     "Return the record of a checkpoint on some tasks; ValueError or OSError in one sentence."
     if read not in READINGS:

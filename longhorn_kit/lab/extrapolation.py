@@ -17,6 +17,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ def stream_losses(model: SequenceLM, windows: Tensor, chunk: int): # (B,M+1) tok
         yield F.cross_entropy(logits.transpose(1, 2).float(), piece[:, 1:], reduction="none"), cache
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-012
-def cut(tokens, length: int, total: int) -> Tensor: # (total/L,L+1)
+def cut(tokens: np.ndarray, length: int, total: int) -> Tensor: # (total/L,L+1)
     "Return windows of L tokens and one more, in a row, that predict `total`; ValueError if the text is too short."
     if len(tokens) < total + 1:
         raise ValueError(f"the held-out text has {len(tokens):,} tokens; {total + 1:,} are needed")
@@ -55,7 +56,7 @@ def cut(tokens, length: int, total: int) -> Tensor: # (total/L,L+1)
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-013
-def window_losses(model: SequenceLM, windows: Tensor, s) -> np.ndarray: # (n,L+1), settings -> (n,L) nats
+def window_losses(model: SequenceLM, windows: Tensor, s: Any) -> np.ndarray: # (n,L+1), settings -> (n,L) nats
     "Return the loss of every token, with the state reset at the start of each window."
     chunk = min(s.chunk, windows.shape[1] - 1)
     parts = windows.split(max(1, s.tokens_at_once // chunk))
@@ -63,7 +64,7 @@ def window_losses(model: SequenceLM, windows: Tensor, s) -> np.ndarray: # (n,L+1
     return torch.cat(losses).cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-015
-def sliding_loss(model: SequenceLM, tokens, total: int, s) -> float: # nats per token
+def sliding_loss(model: SequenceLM, tokens: np.ndarray, total: int, s: Any) -> float: # nats per token
     "Return the mean loss of the second halves of windows of T tokens that start every T/2 of `total` tokens."
     half = s.context // 2
     windows = torch.cat([cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)])
@@ -93,7 +94,7 @@ def added(carried: np.ndarray, reset: np.ndarray) -> list[float]: # (n,L) and (n
     return [mean_of(part) for part in stretches]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-021
-def perplexities(model: SequenceLM, tokens, s) -> dict: # (M,) held-out token ids, settings
+def perplexities(model: SequenceLM, tokens: np.ndarray, s: Any) -> dict: # (M,) held-out token ids, settings
     "Return nats per token at every window length, with sliding windows, and by position in the longest."
     total = s.windows * s.context * max(s.multiples)
     lengths = [s.context * multiple for multiple in s.multiples]
@@ -121,7 +122,7 @@ def needle(kind: str, seed: int, choices: int) -> tuple[str, str, list[str]]: # 
     return f"\nThe colour of the {noun} is{colours[0]}.\n", f"\nThe colour of the {noun} is", colours
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-024
-def encoded(tokenizer, *which) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]: # as for `needle`
+def encoded(tokenizer: Any, *which: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]: # as for `needle`
     "Return sentence, question and answers of a needle as token ids."
     sentence, question, answers = needle(*which)
     ids = [np.asarray(tokenizer.encode(text), np.int64) for text in (sentence, question, *answers)]
@@ -129,7 +130,7 @@ def encoded(tokenizer, *which) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n20
 def haystack(
-    tokens, tokenizer,    # (M,) held-out token ids; from `get_tokenizer`
+    tokens: np.ndarray, tokenizer: Any, # (M,) held-out token ids; from `get_tokenizer`
     kind: str, seed: int, # of the needle; the seed also decides where the text starts
     length: int, depth: float, # L, tokens up to the answer; 0: the needle comes first, 1: right before the question
     choices: int = 8, times: int = 1, # answers; 2: text and needle twice before the question
@@ -168,7 +169,7 @@ def answer_scores(
     return (each * real).sum(1).view(B, K).cpu().numpy(), best.cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-032
-def score_trials(model: SequenceLM, trials: list, s) -> tuple[np.ndarray, np.ndarray]:
+def score_trials(model: SequenceLM, trials: list, s: Any) -> tuple[np.ndarray, np.ndarray]:
     "Return `answer_scores` of all trials (context, answers), several side by side if their contexts have one length."
     length = len(trials[0][0])
     rows = max(1, min(s.tokens_at_once // s.chunk, 4 * s.tokens_at_once // length))
@@ -180,7 +181,7 @@ def score_trials(model: SequenceLM, trials: list, s) -> tuple[np.ndarray, np.nda
     return tuple(map(np.concatenate, zip(*found)))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-037
-def retrieval_maps(model: SequenceLM, tokens, tokenizer, kind: str, s) -> dict: # (M,) held-out token ids
+def retrieval_maps(model: SequenceLM, tokens: np.ndarray, tokenizer: Any, kind: str, s: Any) -> dict: # (M,) held out
     "Return, by reading, the lengths and the shares of right and of written answers by depth and length."
     maps, seeds = {}, range(s.trials)
     hide = lambda seed, *how: haystack(tokens, tokenizer, kind, seed, *how)
@@ -196,7 +197,7 @@ def retrieval_maps(model: SequenceLM, tokens, tokenizer, kind: str, s) -> dict: 
     return maps
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-034
-def lessons(tokens, tokenizer, s, device): # (M,) training token ids
+def lessons(tokens: np.ndarray, tokenizer: Any, s: Any, device: Any) -> Iterator[tuple[Tensor, Tensor]]: # (M,) tokens
     "Yield batches (rows,M): haystacks of growing length with their answers, and targets, -100 before the answers."
     longest = max(s.finetune_lengths) + LONGEST - 1 # one shape for all: behind the answer nothing is read or learnt
     for step in range(s.finetune_steps):
@@ -212,7 +213,7 @@ def lessons(tokens, tokenizer, s, device): # (M,) training token ids
         yield inputs.to(device), targets.to(device)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
-def finetune(model: SequenceLM, tokens, tokenizer, s) -> tuple[SequenceLM, float]: # (M,) training token ids
+def finetune(model: SequenceLM, tokens: np.ndarray, tokenizer: Any, s: Any) -> tuple[SequenceLM, float]: # (M,) tokens
     "Return a copy finetuned on the needles in `finetuned`, and the mean loss of its last ten steps."
     model, loss_of = deepcopy(model).train(), lambda model, *batch: 2 * model(*batch)[1:] # to learn from, to record
     with torch.enable_grad(), torch.random.fork_rng():
@@ -264,7 +265,7 @@ LAPTOP = Config(
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
-def measure(model: SequenceLM, texts, s) -> dict: # from `open_texts`
+def measure(model: SequenceLM, texts: Any, s: Any) -> dict: # from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, before and after finetuning."
     words, val = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
     autocast = lambda: torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
@@ -304,7 +305,7 @@ def weights_hash(place: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
-def models_of(config: Config):
+def models_of(config: Config) -> Iterator[tuple]:
     "Yield mixer, seed and origin of every model, its folder (\"\": to be trained) and its tokenizer."
     if config.preset:
         for seed, mixer in product(config.seeds, config.mixers):
@@ -320,7 +321,7 @@ ELSEWHERE = ("preset", "mixers", "seeds", "checkpoints", "data") # fields of `Co
 texts_of = cache(open_texts)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n40
-def jobs(config: Config, results: Results):
+def jobs(config: Config, results: Results) -> Iterator[dict]:
     "Yield a job per model, and note in its folder where its model and its text are."
     if not config.data:
         raise ValueError("name the text with --data FOLDER: that of the run of the language experiment")

@@ -9,6 +9,7 @@ __all__ = ['open_part', 'open_data', 'Images', 'Augmented', 'posterize', 'transf
 import ctypes, glob, io, signal, sys, tarfile, time
 from pathlib import Path
 from unittest.mock import patch
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ def shard_images(pattern: Path) -> Shards:
 def open_part(
     data: str, # "digits", a folder, "hf:NAME" or "wds:FOLDER"
     part: str, # "train" or "val"
-):
+) -> Any:
     "Return a reader of training or held-out images; ValueError or OSError if it has no images."
     names = ("train",) if part == "train" else ("val", "validation", "test")
     if data == "digits":
@@ -134,12 +135,12 @@ def open_data(data: str) -> tuple: # readers of training and held-out images
 # %% ../../nbs/machine/images.ipynb #images-016
 class Images(Dataset):
     "Held-out images: item i is (image, label, broken images); the label is -100 if it is missing."
-    def __init__(self, reader, transform, mode="RGB"): # mode: of Pillow
+    def __init__(self, reader: Any, transform: Callable, mode: str = "RGB"): # mode: of Pillow
         self.reader, self.transform, self.mode, self.broken = reader, transform, mode, set()
 
     def __len__(self): return len(self.reader)
 
-    def load(self, i):
+    def load(self, i: int) -> tuple | None:
         "Return a decoded image and its label; None for a broken image."
         try:
             image, label = self.reader[i]
@@ -173,12 +174,12 @@ def count_broken(images: Images, mine) -> int: # mine: numbers of broken images
 # %% ../../nbs/machine/images.ipynb #images-020
 class Augmented(Images):
     "Training images by their place in the run; seed and place decide order and augmentation."
-    def __init__(self, reader, transform, mode, config):
+    def __init__(self, reader: Any, transform: Callable, mode: str, config: Any):
         super().__init__(reader, transform, mode)
         self.seed, self.repeats, self.each = config.seed, config.repeats, config.eval_every * config.batch_size
         self.epoch, self.order = None, None
 
-    def number(self, place):
+    def number(self, place: int) -> int:
         "Return the number of the image at a place."
         epoch, at = divmod(place, self.each)
         if epoch != self.epoch:
@@ -196,11 +197,11 @@ class Augmented(Images):
         return *super().__getitem__(len(self))[:2], broken # the training process raises
 
 # %% ../../nbs/machine/images.ipynb #images-022
-def posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image: # of 8 per channel
+def posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image: # of 8 per channel
     "Return a posterized image; black for 0 bits, where Pillow 13 raises an error."
     return auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 
-def transforms(config, cfg: dict) -> tuple: # cfg: the model's `pretrained_cfg`
+def transforms(config: Any, cfg: dict) -> tuple: # cfg: the model's `pretrained_cfg`
     "Return the transforms of training and validation, and Pillow's colour mode of the model's images."
     same = {name: cfg[name] for name in ("input_size", "mean", "std", "interpolation")} | {"use_prefetcher": False}
     operations = auto_augment.NAME_TO_OP
@@ -231,7 +232,7 @@ def make_loader(images: Images, places, workers: int): # places: lists, one per 
 # %% ../../nbs/machine/images.ipynb #images-027
 class ImageBatches:
     "Sampler of one process: batches (images (b,C,H,W), labels (b,) int64)."
-    def __init__(self, images: Augmented, config, rank=0, world=1):
+    def __init__(self, images: Augmented, config: Any, rank: int = 0, world: int = 1):
         self.images, self.config, self.rank, self.world = images, config, rank, world
         self.rows = config.batch_size // (world * config.gradient_accumulation_steps) # `train` refuses a remainder
         if self.rows % 2 and (config.mixup or config.cutmix):
@@ -240,13 +241,13 @@ class ImageBatches:
         self.drawn, self.mine, self.loader, self.started = 0, set(), None, 0.0
         self.loaded, self.waited, self.worked = 0, 0.0, 0.0 # images and seconds of this process
 
-    def places(self):
+    def places(self) -> Iterator[list[int]]:
         "Yield the places of this process for each batch, starting at the next one."
         size = self.rows * self.world
         for first in range(self.drawn, self.config.steps * self.config.batch_size, size):
             yield list(range(first + self.rank, first + size, self.world))
 
-    def next_batch(self):
+    def next_batch(self) -> tuple:
         "Return the next batch."
         started = time.perf_counter()
         with fork_rng(): # without workers the images are augmented here
@@ -261,15 +262,15 @@ class ImageBatches:
             raise ValueError(f"none of the {len(self.mine)} images can be read; the first is {name}")
         return images, labels
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         "Return the state of all processes; all must call it together."
         count_broken(self.images, self.mine)
         return {"drawn": self.drawn, "broken": sorted(self.images.broken)}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         self.drawn, self.images.broken = state["drawn"], set(state["broken"])
 
-    def speed(self):
+    def speed(self) -> dict:
         "Return the images per second that all workers can load, and the percentage of time spent waiting."
         able = self.loaded / self.worked * max(1, self.config.workers) * self.world
         share = self.waited / (time.perf_counter() - self.started)

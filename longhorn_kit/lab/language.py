@@ -61,7 +61,7 @@ class Language(LMPreset):
             raise ValueError(f"baselines are for bytes; the tokenizer is {self.tokenizer}")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-027
-def scale_of(preset: LMPreset, **more) -> Language: # more: fields
+def scale_of(preset: LMPreset, **more: object) -> Language: # more: fields
     "Return a preset as a scale."
     return Language(**vars(preset) | more)
 
@@ -220,7 +220,7 @@ def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # text (1,M
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-022
 def write_text(
-    model: SequenceLM, tokenizer, prompt: str = "The ", tokens: int = 240, seed: int = 0
+    model: SequenceLM, tokenizer: object, prompt: str = "The ", tokens: int = 240, seed: int = 0
 ) -> str: # tokens: to add
     "Return the prompt with its continuation."
     ids = torch.tensor([tokenizer.encode(prompt).tolist()], device=model.embedding.weight.device)

@@ -132,10 +132,10 @@ def tokens_hash(corpus: Corpus) -> str:
 # %% ../../nbs/machine/language_training.ipynb #language_training-n21
 def fit(
     preset: LMPreset,
-    mixer: str,          # a key of `MIXERS`
+    mixer: str, # a key of `MIXERS`
     corpus: Corpus,
-    folder: str | Path,  # of the run
-    val=None,       # as `val_tokens` of `train`; None: the corpus's
+    folder: str | Path, # of the run
+    val: object = None, # as `val_tokens` of `train`; None: the corpus's
     out: Path | None = None, # of the model; None: `model` in the folder of the run
     quiet: bool = False, # no progress
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
@@ -165,12 +165,12 @@ def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> d
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-081
 def train_lm(
-    preset: str,          # a key of `LM_PRESETS`
-    mixer: str,           # a key of `MIXERS`
-    data: str | None,     # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
-    out: str | Path,      # folder of the run
+    preset: str, # a key of `LM_PRESETS`
+    mixer: str, # a key of `MIXERS`
+    data: str | None, # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
+    out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
-    **overrides,          # see `override`
+    **overrides: object, # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
     with together():

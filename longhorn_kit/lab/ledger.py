@@ -15,6 +15,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from tabulate import tabulate
 
@@ -245,7 +246,7 @@ def ledger_markdown(rows: list[Row]) -> str:
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n37
 @cache
-def templates():
+def templates() -> Any:
     "Return the package's templates, which escape every text."
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     found = Environment(loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab"), autoescape=True,

@@ -17,7 +17,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n03
 import torch
@@ -124,7 +124,7 @@ def place_guess(task: Task) -> float:
     return (tested.gather(1, learnt.argmax(1, keepdim=True)).sum() / tested.sum()).item()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-029
-def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb=None) -> Tensor: # (B,T), (B,K) -> (B,K,V)
+def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb: Any = None) -> Tensor: # (B,T), (B,K) -> (B,K,V)
     "Return the logits at the questions; `perturb(h, tokens)` may change the embedded streams (B,T,d_model)."
     h = model.embed(tokens)
     h = perturb(h, tokens) if perturb else h
@@ -132,7 +132,7 @@ def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb=None) -> Te
         h = block(h)
     return model.read_out(h.gather(1, where[..., None].expand(-1, -1, h.shape[-1])))
 
-def question_loss(model, tokens, where, answers) -> tuple[Tensor, Tensor]: # (), (2,)
+def question_loss(model: SequenceLM, tokens: Tensor, where: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
     "Return the mean loss at the questions (nats), and that loss with the share of right answers."
     logits = answer(model, tokens, where).float()
     loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
@@ -141,7 +141,7 @@ def question_loss(model, tokens, where, answers) -> tuple[Tensor, Tensor]: # (),
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-031
 CHUNK, STOP_AT = 50, 0.99 # steps per point of the curve; accuracy over a chunk at which training ends
 
-def training_batches(task: Task, batch_size: int, seed: int, device):
+def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Iterator[tuple]:
     "Yield fresh (tokens, where, answers) without end, drawn for a chunk of steps at a time."
     for block in count():
         fresh = draw(task, CHUNK * batch_size, generator_of(seed, "train", block, device))
@@ -234,7 +234,7 @@ def search_lr(cell: dict, lrs: tuple, config: Config, results: Results) -> tuple
     return tried, max(rows, key=lambda row: row["late_accuracy"])["settings"] if all(rows) else None
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n20
-def jobs(config: Config, results: Results):
+def jobs(config: Config, results: Results) -> Iterator[dict]:
     "Yield all jobs known so far: rates with the first seed, the best one with the others; late rates at the end."
     for lrs, here in ((config.lrs, config.lrs), (config.lrs + config.late_lrs, config.late_lrs)):
         for cell in cells(config):
@@ -282,7 +282,7 @@ def accuracy(
     return {"right": right / batch.answers.numel(), "stale": stale / batch.answers.numel()}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-036
-def perturb_keys(kind: str, amount: float, vocab: int, generator: torch.Generator):
+def perturb_keys(kind: str, amount: float, vocab: int, generator: torch.Generator) -> Any:
     """Return a function (h (B,T,d_model), tokens (B,T)) -> h that changes every key, shown or asked for.
 
     "noise": by a vector of that share of its length; "cosine": as equation (3) with c."""

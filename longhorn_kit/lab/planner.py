@@ -63,7 +63,7 @@ def kept_per_channel(row: dict) -> float:
 # %% ../../nbs/machine/planner.ipynb #34_planner-015
 MOVED = {False: 36, True: 6} # bytes that the loss moves per logit; eager, compiled
 
-def work_of(config, parameters: int, tokens: int, context: int) -> dict:
+def work_of(config: LMConfig, parameters: int, tokens: int, context: int) -> dict:
     "Return the work of each part of a step: n w of equation (2)."
     width = tokens * config.n_layer * config.d_model
     return {"matrix products": 6 * parameters * tokens, "scan": width, "convolution": width, "pointwise": width,
@@ -295,7 +295,7 @@ def sureness(p: Plan) -> list:
          f"the preset says {p.train.gradient_accumulation_steps}")) if shown]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-029
-def plan_text(preset: LMPreset | str, mixer: str, **options) -> str:
+def plan_text(preset: LMPreset | str, mixer: str, **options: object) -> str:
     "Return the plan of a preset, or of a key of `LM_PRESETS`, as lines of text."
     p = plan(find_preset(preset) if isinstance(preset, str) else preset, mixer, **options)
     beside, room, new, steps = " (assumed)" * bool(p.assumed), GPUS[p.gpu]["memory"], p.gpu != RECORDED, p.train.steps

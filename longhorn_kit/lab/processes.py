@@ -10,6 +10,7 @@ __all__ = ['SIGNS_OF_LOSS', 'check_launcher', 'make_accelerator', 'distributed',
 import hashlib, os, signal, socket, threading, time, warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from typing import Any, Iterator
 import numpy as np
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def check_launcher() -> None:
         raise ValueError("`accelerate launch` was asked for several processes and started one; start them with "
                          "`torchrun --nproc-per-node N --no-python longhorn ...`")
 
-def make_accelerator(cpu=False, precision="no"): # cpu: stay on the CPU; precision: "no" or "bf16"
+def make_accelerator(cpu: bool = False, precision: str = "no") -> Any: # cpu: stay on the CPU; precision: "no" or "bf16"
     "Return a fresh Accelerator; raises the errors of `check_launcher`."
     check_launcher()
     with warnings.catch_warnings():
@@ -176,7 +177,7 @@ class WorkerLost(RuntimeError):
 SIGNS_OF_LOSS = ("connection", "gloo", "nccl", "broken pipe", "timed out", "process group")
 
 @contextmanager
-def peers_watched(processes, where): # where() returns (step, last checkpoint or None)
+def peers_watched(processes: Any, where: Any) -> Iterator[None]: # where() returns (step, last checkpoint or None)
     "Raise WorkerLost if another process of the run or of the loader has died."
     try:
         yield

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -175,7 +176,7 @@ class RecallModel(nn.Module):
             start = torch.stack([initial(part, shape, generator) for generator in generators])
             self.register_parameter(part, nn.Parameter(start))
 
-    def forward(self, keys, symbols, last=None):
+    def forward(self, keys: Tensor, symbols: Tensor, last: int | None = None) -> Tensor:
         "Return scores (R,B,T,V) of keys (R,B,T,K) and symbols (R,B,T), or only the `last` ones."
         one_hot = F.one_hot(symbols.flatten(1), self.config.values + 1).float()
         token = torch.cat([keys.flatten(1, 2), one_hot @ self.embedding], -1) # (R,BT,K+E)
@@ -187,7 +188,7 @@ class RecallModel(nn.Module):
         return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-036
-def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: int): # `first` is added to each seed
+def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: int) -> Iterator[tuple]: # seeds: + first
     "Yield fresh keys (R,B,T,K), symbols (R,B,T) and answers (R,B,Q) without end, drawn seed by seed."
     generators = [torch.Generator().manual_seed(first + seed) for seed in config.seeds]
     while True:
@@ -232,7 +233,7 @@ def run_job(settings: dict, folder: Path) -> dict:
             "test": evaluate(s.task, model, s)}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-051
-def cells(config: RecallConfig):
+def cells(config: RecallConfig) -> Iterator[dict]:
     "Yield the settings that the jobs of one task and one model share."
     shared = {name: value for name, value in asdict(config).items()
               if name not in ("tasks", "models", "lrs", "search_seeds")}
@@ -248,7 +249,7 @@ def search(cell: dict, config: RecallConfig, results: Results) -> tuple[list, di
     best = max(config.lrs, key=lambda lr: grid.get(lr, 0))
     return tried, grid, cell | {"lr": best} if len(grid) == len(tried) else None
 
-def jobs(config: RecallConfig, results: Results):
+def jobs(config: RecallConfig, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far: every learning rate with the search seeds, then the best with the judged seeds."
     for cell in cells(config):
         tried, _, judged = search(cell, config, results)

@@ -9,7 +9,7 @@ __all__ = ['Recipe', 'TrainConfig', 'evaluate', 'chunked_cross_entropy', 'LossOn
 import math, random, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class Recipe:
     def __post_init__(self):
         check_recipe(self)
 
-    def size(self, steps):
+    def size(self, steps: int) -> int:
         "Return the images or tokens in `steps` steps."
         return steps * self.batch_size
 
@@ -97,7 +97,7 @@ class TrainConfig(Recipe):
             raise ValueError("compile and reset_documents cannot be combined, since borders differ between batches; "
                              "leave one of them out")
 
-    def size(self, steps):
+    def size(self, steps: int) -> int:
         return super().size(steps) * self.context
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-011
@@ -170,12 +170,12 @@ def seed_all(*numbers):
 # %% ../../nbs/machine/recipe.ipynb #recipe-022
 @torch.no_grad()
 def evaluate(
-    model,           # called as model(tokens, targets)
-    tokens,          # (M,) held-out token ids
-    context,         # T
-    batch_size=64,   # windows per batch
-    accelerator=None, # to share the work among processes
-):
+    model: Any, # called as model(tokens, targets)
+    tokens: np.ndarray, # (M,) held-out token ids
+    context: int, # T
+    batch_size: int = 64, # windows per batch
+    accelerator: Any = None, # to share the work among processes
+) -> float:
     "Return the mean loss in nats per token; the model's mode and the random states are unchanged."
     if len(tokens) < 2:
         raise ValueError(f"the held-out part has {len(tokens)} tokens; it needs at least 2")
@@ -240,9 +240,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-029
 def chunked_cross_entropy(
-    h, weight, targets, # (M,d) features, (V,d) output matrix, (M,) tokens to predict; -100: ignored
-    chunk, gap=cross_entropy_grad, # positions per slice; function of logits and targets
-):
+    h: Tensor, weight: Tensor, targets: Tensor, # (M,d) features, (V,d) output matrix, (M,) tokens; -100: ignored
+    chunk: int, gap: Any = cross_entropy_grad, # positions per slice; function of logits and targets
+) -> Tensor:
     "Return the mean cross entropy in nats; autocast sets the dtype of products, and sums are float32."
     dtype = product_dtype(h.device.type, h.dtype)
     return ChunkedCrossEntropy.apply(h, weight, targets, chunk, torch.is_grad_enabled(), dtype, gap)
@@ -250,14 +250,15 @@ def chunked_cross_entropy(
 # %% ../../nbs/machine/recipe.ipynb #recipe-032
 class LossOnly(nn.Module):
     "Return only the model's loss."
-    def __init__(self, model, chunk=0, gap=cross_entropy_grad, end=None): # chunk: `loss_chunk`; end: a document's end
+    def __init__(self, model: nn.Module, chunk: int = 0, gap: Any = cross_entropy_grad, # chunk: `loss_chunk`
+                 end: int | None = None): # end: a document's end
         super().__init__()
         asked = f"loss_chunk is {chunk}" if chunk else "reset_documents is on" if end is not None else ""
         if asked and not hasattr(model, "read_out"):
             raise ValueError(f"{asked}, which needs a language model; {type(model).__name__} is not one: leave it out")
         self.model, self.chunk, self.gap, self.end = model, chunk, gap, end
 
-    def forward(self, tokens, targets):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if not self.chunk and self.end is None:
             return loss_of(self.model(tokens, targets))
         h = self.model.features(tokens, None if self.end is None else document_bounds(tokens, self.end))

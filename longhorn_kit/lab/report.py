@@ -37,7 +37,7 @@ def again(record: dict) -> str:
     return command + " --fresh" * (command.startswith("longhorn reproduce") and "--fresh" not in command)
 
 # %% ../../nbs/machine/report.ipynb #40_report-030
-def flat(value, name: str = "") -> dict: # plain value, its name -> {"train.lr": text}
+def flat(value: object, name: str = "") -> dict: # plain value, its name -> {"train.lr": text}
     "Return nested settings as one line each."
     if isinstance(value, dict):
         return {key: text for part in value for key, text in flat(value[part], f"{name}.{part}".strip(".")).items()}

@@ -9,10 +9,11 @@ __all__ = ['ERRORS', 'LOSSES', 'LOST', 'Experiment', 'Results', 'one_job', 'devi
 
 # %% ../../nbs/machine/run.ipynb #run-003
 import hashlib, json, math, multiprocessing, os, signal, sys, threading, time, traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..records import (
     command_line, commit_of_kit, environment, exclusive_lock, progress, read_record, to_plain, write_record)
@@ -27,7 +28,7 @@ class Experiment:
     run_job: Callable[[dict, Path], dict]               # settings, job folder -> metrics; may resume there
     summarize: Callable[[object, "Results"], dict]      # input of judges, tables and figures
 
-    def config(self, scale: str, **overrides): # fields of the preset to change
+    def config(self, scale: str, **overrides: Any) -> Any: # fields of the preset to change
         "Return the settings of a scale; ValueError if the scale is unknown."
         if scale not in self.presets:
             raise ValueError(f"{self.name} has no scale {scale!r}; it has: {', '.join(self.presets)}")
@@ -83,7 +84,7 @@ def device_name(settings: dict) -> str:
 
 # %% ../../nbs/machine/run.ipynb #run-014
 @contextmanager
-def one_thread(gpu: bool = False):
+def one_thread(gpu: bool = False) -> Iterator[None]:
     "Limit PyTorch to one CPU thread, unless the job runs on a GPU."
     import torch
     before = torch.get_num_threads()
@@ -98,13 +99,13 @@ class Here:
     "Run a job at once, in this process."
     workers = 1
 
-    def submit(self, function, *arguments):
+    def submit(self, function: Callable, *arguments: Any) -> "Here":
         function(*arguments)
         return self
 
-    def done(self): return True
-    def result(self): pass
-    def cancel(self): pass
+    def done(self) -> bool: return True
+    def result(self) -> None: pass
+    def cancel(self) -> None: pass
 
 # %% ../../nbs/machine/run.ipynb #run-018
 class Lost(RuntimeError):
@@ -112,15 +113,15 @@ class Lost(RuntimeError):
 
 class LocalJob:
     "Job in a separate process."
-    def __init__(self, context, function, arguments, variables):
+    def __init__(self, context: Any, function: Callable, arguments: tuple, variables: dict):
         self.messages, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=in_process, args=(theirs, variables, function, arguments))
         self.process.start()
         theirs.close()
 
-    def done(self): return not self.process.is_alive()
+    def done(self) -> bool: return not self.process.is_alive()
 
-    def result(self):
+    def result(self) -> None:
         "Raise the job's error, or `Lost` if its process died."
         self.process.join()
         error = None
@@ -132,7 +133,7 @@ class LocalJob:
         if error or self.process.exitcode:
             raise RuntimeError(error) if error else Lost(f"the process ended with code {self.process.exitcode}")
 
-    def cancel(self):
+    def cancel(self) -> None:
         "Ask the process to stop, and kill it after 90 seconds."
         self.process.terminate()
         self.process.join(90)
@@ -140,7 +141,7 @@ class LocalJob:
         self.process.join()
 
 # %% ../../nbs/machine/run.ipynb #run-019
-def in_process(messages, variables, function, arguments):
+def in_process(messages: Any, variables: dict, function: Callable, arguments: tuple) -> None:
     "Run a function in a new process, and send the traceback if it fails."
     os.environ.update(variables) # before CUDA lists its devices
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -151,7 +152,7 @@ def in_process(messages, variables, function, arguments):
         messages.send(traceback.format_exc()[-8000:])
         sys.exit(1)
 
-def end_with_driver():
+def end_with_driver() -> None:
     "Wait until the driver ends, then send SIGTERM to this process, and end it 90 seconds later."
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -172,7 +173,7 @@ class Processes:
             # the first optimizer step imports torch._dynamo, which takes seconds
             self.context.set_forkserver_preload(["torch", "torch._dynamo", preload])
 
-    def submit(self, function, *arguments):
+    def submit(self, function: Callable, *arguments: Any) -> LocalJob:
         self.started += 1
         gpu = self.gpus[self.started % len(self.gpus)] if self.gpus else ""
         return LocalJob(self.context, function, arguments, os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
@@ -190,7 +191,7 @@ class Slurm:
         self.workers, self.executor = workers, submitit.AutoExecutor(folder, cluster=options.pop("cluster", "slurm"))
         self.executor.update_parameters(**options)
 
-    def submit(self, function, *arguments): return self.executor.submit(function, *arguments)
+    def submit(self, function: Callable, *arguments: Any) -> Any: return self.executor.submit(function, *arguments)
 
 # %% ../../nbs/machine/run.ipynb #run-021-3
 class Dask:
@@ -204,10 +205,10 @@ class Dask:
         if any(count > 1 for count in threads):
             raise ValueError("start the Dask workers with --nthreads 1: each job needs a separate process")
 
-    def submit(self, function, *arguments):
+    def submit(self, function: Callable, *arguments: Any) -> Any:
         return self.client.get_executor(pure=False).submit(function, *arguments)
 
-def cluster_library(name):
+def cluster_library(name: str) -> Any:
     "Import and return a library of the extra `cluster`; ValueError if it is missing."
     try:
         return __import__(name)
@@ -217,9 +218,9 @@ def cluster_library(name):
 # %% ../../nbs/machine/run.ipynb #run-023
 def drive(
     experiment: Experiment,
-    config,                     # its settings
+    config: Any, # its settings
     results: Results,
-    engine,                     # `Here`, `Processes`, `Slurm` or `Dask`
+    engine: Any, # `Here`, `Processes`, `Slurm` or `Dask`
     deadline: float = math.inf, # time.time() at which to stop
 ) -> int: # jobs that are not done
     "Run the missing jobs until none is left or the deadline has passed."
@@ -249,7 +250,7 @@ def drive(
             stop([job for job, _ in running.values()])
 
 # %% ../../nbs/machine/run.ipynb #run-024
-def collect(job, settings: dict, folder: Path) -> None:
+def collect(job: Any, settings: dict, folder: Path) -> None:
     "Write a note if a job failed, and print its reason."
     try:
         job.result()
@@ -276,11 +277,11 @@ def run(
     experiment: Experiment,
     scale: str = "laptop",
     folder: str | Path | None = None, # folder of the run; None: runs/NAME/SCALE
-    launcher: str = "local",     # "local", "slurm" or "dask"
-    workers: int | None = None,  # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
-    minutes: float = math.inf,   # time limit
+    launcher: str = "local", # "local", "slurm" or "dask"
+    workers: int | None = None, # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
+    minutes: float = math.inf, # time limit
     options: dict | None = None, # options of submitit
-    **overrides,                 # fields of the preset to change
+    **overrides: Any, # fields of the preset to change
 ) -> dict:
     "Run the missing jobs of an experiment, write the record and return it."
     config, folder = experiment.config(scale, **overrides), Path(folder or f"runs/{experiment.name}/{scale}")
@@ -291,7 +292,7 @@ def run(
     left = drive(experiment, config, results, engine, started + 60 * minutes)
     return finish(experiment, scale, config, folder, results, left)
 
-def finished(experiment: Experiment, folder: Path, config) -> dict | None:
+def finished(experiment: Experiment, folder: Path, config: Any) -> dict | None:
     "Return the record of a finished run with these settings; None without one, or if it is damaged."
     try:
         record = read_record(folder / "record.json")
@@ -301,7 +302,7 @@ def finished(experiment: Experiment, folder: Path, config) -> dict | None:
     return record if same else None
 
 # %% ../../nbs/machine/run.ipynb #run-026-3
-def finish(experiment, scale, config, folder, results, left):
+def finish(experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int) -> dict:
     "Write the record of a run, or the partial one, and return it."
     folders = dict.fromkeys(map(results.job_folder, experiment.jobs(config, results)))
     done = [row for job in folders if (row := results.read(job))]
@@ -317,7 +318,7 @@ def finish(experiment, scale, config, folder, results, left):
     return read_record(path)
 
 # %% ../../nbs/machine/run.ipynb #run-027
-def engine_for(launcher, workers, config, folder, options, module):
+def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, options: dict | None, module: str) -> Any:
     "Return the engine of a launcher; ValueError if unknown or without a GPU."
     on_gpu = getattr(config, "gpu", False)
     if launcher not in ("local", "slurm", "dask"):

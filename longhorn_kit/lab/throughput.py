@@ -11,6 +11,7 @@ import re, time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from .training import engine, make_run, train_step
 from ..models.lm import count_parameters
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-006
-def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int): # tokens: per step
+def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int) -> tuple: # tokens: per step
     "Return a `Run` on random tokens, and its model's config."
     recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context,
                      gradient_accumulation_steps=1, compile=compile)
@@ -32,7 +33,7 @@ def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, token
     return make_run(new_model(config, 0).train(), text, None, recipe, None), config
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n06
-def seconds_of(run, steps: int) -> float: # run: from `run_to_time`
+def seconds_of(run: Any, steps: int) -> float: # run: from `run_to_time`
     "Time some steps, in seconds."
     started = time.monotonic()
     for _ in range(steps): train_step(run)
@@ -57,7 +58,7 @@ class Throughput:
             raise ValueError(f"a step of {self.tokens} tokens has no room for a context of {max(self.contexts)}")
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n09
-def jobs(config: Throughput, results: Results):
+def jobs(config: Throughput, results: Results) -> Iterator[dict]:
     "Yield all mixers at the shortest context, at longer ones, then compiled."
     for compile, context, mixer in product(config.compiled, config.contexts, config.mixers):
         yield dict(mixer=mixer, context=context, compile=compile, preset=config.preset,

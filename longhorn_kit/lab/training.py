@@ -10,6 +10,7 @@ import hashlib, math, socket, sys, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 import torch
 from torch import nn
 from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
@@ -21,6 +22,7 @@ from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
     parameter_groups, seed_all, set_lr, cross_entropy_grad)
 from .trackers import check_tracker, open_tracker
+from ..scan.arguments import documented
 from longhorn_kit.records import (
     append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
     write_record)
@@ -369,18 +371,19 @@ def make_validate(run, val_tokens, rows):
     return validate if val_tokens is not None else lambda model: {}
 
 # %% ../../nbs/machine/training.ipynb #training-036
+@documented
 def train(
-    model,        # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
-    train_tokens, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
-    val_tokens,   # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
-    config,       # TrainConfig, or another Recipe
-    folder=None,  # folder of the run, which is resumed; None: write nothing
-    desc="training", # name of the progress bar
-    quiet=False,  # no progress bar
-    same=None,    # more facts that all processes must share: name -> value
-    beside=None,  # records to write beside config.json of a new run: name -> content
-    end=None,     # token that closes a document, for `reset_documents`
-):
+    model: nn.Module, # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
+    train_tokens: Any, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
+    val_tokens: Any, # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
+    config: Recipe, # TrainConfig, or another Recipe
+    folder: str | Path | None = None, # folder of the run, which is resumed; None: write nothing
+    desc: str = "training", # name of the progress bar
+    quiet: bool = False, # no progress bar
+    same: dict | None = None, # more facts that all processes must share: name -> value
+    beside: dict | None = None, # records to write beside config.json of a new run: name -> content
+    end: int | None = None, # token that closes a document, for `reset_documents`
+) -> dict:
     """Train or resume a run, and return a dict: loss, last evaluation, seconds, history.
 
     Raises TrainingDiverged, WorkerLost, KeyboardInterrupt, ValueError or OSError."""

@@ -10,7 +10,7 @@ __all__ = ['UsageError', 'writable_folder', 'model_folder', 'stream_text', 'load
 import contextlib, itertools, re, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Callable, Iterable, Literal
 
 import tyro
 
@@ -44,7 +44,7 @@ def model_folder(checkpoint: str | Path) -> Path:
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
 
 # %% ../../nbs/machine/use.ipynb #36_use-009
-def stream_text(tokens, tokenizer, write):
+def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
     "Write the text of tokens as they arrive, in whole characters only."
     waiting = []
     for token in tokens:
@@ -57,7 +57,7 @@ def stream_text(tokens, tokenizer, write):
         write(tokenizer.decode(waiting))
 
 # %% ../../nbs/machine/use.ipynb #36_use-012
-def load_writer(folder: Path, tokenizer: str | None):
+def load_writer(folder: Path, tokenizer: str | None) -> tuple:
     "Return a model and its tokenizer; ValueError or OSError in one sentence."
     from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
     if not is_export(folder):
@@ -69,7 +69,7 @@ def load_writer(folder: Path, tokenizer: str | None):
     return from_transformers(model).eval(), words
 
 # %% ../../nbs/machine/use.ipynb #8087f13f
-def generate_from(o, folder: Path):
+def generate_from(o: Any, folder: Path) -> None:
     "Print the prompt and its continuation, token by token."
     import torch
     from longhorn_kit.records import readable
@@ -110,7 +110,7 @@ class Generate:
         generate_from(self, folder)
 
 # %% ../../nbs/machine/use.ipynb #36_use-016
-def evaluate_from(o, folder: Path, path: Path):
+def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
     from longhorn_kit.lab import evaluation
     from longhorn_kit.records import write_json

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ EXPERIMENT = Experiment("vision", PRESETS, jobs, run_job, summarize)
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-021
 def batches(
     train: ImageSet,
-    s,             # Config, or a job's settings
+    s: Any, # Config, or a job's settings
     seed: int = 0,
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
@@ -201,10 +201,10 @@ def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Gener
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-029
 def learn(
     model: nn.Module, # trained in place
-    train: ImageSet,  # on the model's device
-    test: ImageSet,   # held out
-    s,                # Config, or a job's settings
-    seed: int = 0,    # of the pictures
+    train: ImageSet, # on the model's device
+    test: ImageSet, # held out
+    s: Any, # Config, or a job's settings
+    seed: int = 0, # of the pictures
 ) -> dict:
     "Train a model and return its scores on held-out images; RuntimeError if the loss is not finite."
     normalize, seconds, scores = normalizer(model.pretrained_cfg, train.images.device), [], []

@@ -26,7 +26,7 @@ DEITS = { # timm's deit_tiny, made as large as the Vim of the same row
     "tiny_patch16_224": {}}
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n07
-def make_model(name: str, size: str, seed: int = 0, **options) -> nn.Module: # in `MODELS`, `DEITS`
+def make_model(name: str, size: str, seed: int = 0, **options: object) -> nn.Module: # in `MODELS`, `DEITS`
     "Return a model with its first weights, which depend on the seed alone."
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -11,11 +11,11 @@ __all__ = ['FromEpochs', 'VISION_PRESETS', 'VisionConfig', 'VisionPreset', 'visi
 import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Iterable, NamedTuple
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 from .checkpoint import checkpoints
 from .claims import suggest
@@ -102,7 +102,7 @@ VISION_PRESETS = {
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-011
 def vision_config(
     preset: str, # a key of `VISION_PRESETS`
-    **overrides, # fields of `VisionConfig`, except steps, warmup and eval_every
+    **overrides: Any, # fields of `VisionConfig`, except steps, warmup and eval_every
 ) -> VisionConfig:
     "Return the settings of a run; ValueError for an unknown name."
     settings = [field.name for field in fields(VisionConfig) if field.name not in ("steps", "warmup", "eval_every")]
@@ -134,7 +134,7 @@ class Classifier(LossOnly):
         self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=0, num_classes=classes) if mixes else None
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.smoothing)
 
-    def forward(self, images, labels=None): # images (b,C,H,W); labels (b,), -100: ignored
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor: # (b,C,H,W); (b,), -100: ignored
         "Return the mean loss, or the scores (b,classes) without labels."
         if labels is None:
             return self.model(images)
@@ -142,14 +142,14 @@ class Classifier(LossOnly):
             images, labels = self.mix(images, labels)
         return self.loss(self.model(images), labels)
 
-    def no_weight_decay(self):
+    def no_weight_decay(self) -> set[str]:
         "Return the names of parameters that do not decay."
         names = getattr(self.model, "no_weight_decay", set)()
         return {f"model.{name}" for name in names}
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-016
 @torch.no_grad()
-def validate(model: Classifier, images: Images, rows: int, workers: int, accelerator) -> dict:
+def validate(model: Classifier, images: Images, rows: int, workers: int, accelerator: Any) -> dict:
     "Return top-1 and top-5 accuracy and the number of readable images, over all processes; rows: batch size."
     device, training, size = next(model.parameters()).device, model.training, rows * accelerator.num_processes
     places = [list(range(first + accelerator.process_index, first + size, accelerator.num_processes))
@@ -175,7 +175,7 @@ def weights_of(place: str | Path) -> Path: # a run, the folder of a model, or a 
     check_folder(path.parent, "train the model again or restore the folder")
     return path
 
-def with_weights(name: str, path: Path, **options) -> nn.Module: # name, options: of a model in timm
+def with_weights(name: str, path: Path, **options: Any) -> nn.Module: # name, options: of a model in timm
     "Return a model with weights from a file, resized by timm; ValueError if they do not fit."
     model = timm.create_model(name, **options)
     head = model.pretrained_cfg["classifier"]
@@ -237,7 +237,7 @@ def measure(batches: ImageBatches, val: Images, accelerator):
     return metrics
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-025
-def run_parts(config: VisionConfig, out: Path, accelerator) -> tuple: # classifier, sampler, held-out images, facts
+def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # classifier, sampler, held-out images, facts
     "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
     train_reader, reader = open_data(config.data)
     config, classes = with_steps(config, len(train_reader)), list(train_reader.classes)
@@ -251,10 +251,10 @@ def run_parts(config: VisionConfig, out: Path, accelerator) -> tuple: # classifi
     return Classifier(model, config, len(classes)), batches, Images(reader, plain, mode), images
 
 def train_vision(
-    preset: str,         # a key of `VISION_PRESETS`
-    out: str | Path,     # folder of the run; resumed if it holds one
+    preset: str, # a key of `VISION_PRESETS`
+    out: str | Path, # folder of the run; resumed if it holds one
     quiet: bool = False, # no progress bar
-    **overrides,         # fields of `VisionConfig`
+    **overrides: Any, # fields of `VisionConfig`
 ) -> dict: # summary of `train`, with the last metrics
     "Train or resume a vision model, and write RUN/model; raises the errors of `train`."
     with together():
@@ -295,7 +295,7 @@ def eval_vision(
     images = Images(reader, *transforms(config, cfg)[1:])
     return validate(Classifier(model, config).to(accelerator.device), images, batch_size, workers, accelerator)
 
-def check_classes(data: str, classes: dict, names, path: Path): # classes of the data, names of the model's classes
+def check_classes(data: str, classes: dict, names: Iterable[str], path: Path) -> None: # names: the model's classes
     "Raise ValueError if a class of the data has another number in the model."
     known = {str(name): i for i, name in enumerate(names)}
     if odd := [name for name, i in classes.items() if known.get(name) != i]:

@@ -2,3 +2,5 @@
 from . import baselines, files, matrix_mixers
 from .lm import LMConfig, SequenceLM
 from .mixer import MIXERS, Longhorn
+
+__all__ = ["LMConfig", "Longhorn", "MIXERS", "SequenceLM", "baselines", "files", "matrix_mixers"]

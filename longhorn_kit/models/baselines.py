@@ -7,7 +7,7 @@ __all__ = ['Mamba', 'MambaInputA', 'AttentionCache', 'PaddedCache', 'Attention']
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-003
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,19 @@ class Mamba(ScanMixer):
         self.add_rates()
         self.dt_proj.bias = nn.Parameter(time_step_bias(self.d_inner))
 
-    def add_rates(self): self.A_log = nn.Parameter(torch.arange(1.0, self.d_state + 1).log().repeat(self.d_inner, 1))
+    def add_rates(self) -> None:
+        self.A_log = nn.Parameter(torch.arange(1.0, self.d_state + 1).log().repeat(self.d_inner, 1))
 
-    def rates(self, x):
+    def rates(self, x: Tensor) -> Tensor:
         "Return the matrix A (d_inner,N)."
         return -torch.exp(self.A_log.float())
 
-    def scan(self, q, k, x, dt_low_rank, z, **options):
+    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         dt, bias = bias_apart(self.dt_proj, dt_low_rank)
         return selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
 
-    def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
+    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
+                  **options: Any) -> tuple[Tensor, Tensor]:
         (dt_t, bias), A = bias_apart(self.dt_proj, dt_low_rank_t), self.rates(x_t[:, None])
         return selective_step(q_t, k_t, x_t, dt_t, A, S, bias, self.D_skip, z_t, **options)
 
@@ -53,11 +55,11 @@ class Mamba(ScanMixer):
 class MambaInputA(Mamba):
     "Mamba with a decay vector from every token in place of the matrix A. Source: the ablation of arXiv 2407.14207."
 
-    def add_rates(self):
+    def add_rates(self) -> None:
         self.A_proj = nn.Linear(self.d_inner, self.d_state)
         self.A_proj.bias = nn.Parameter(torch.arange(1.0, self.d_state + 1).expm1().log())
 
-    def rates(self, x):
+    def rates(self, x: Tensor) -> Tensor:
         "Return -A_t (B,T,N), at first near -1 to -N."
         return -F.softplus(wide(self.A_proj(x)))
 
@@ -134,7 +136,7 @@ class Attention(Mixer):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def run(self, x, cache=None, keep_cache=False):
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
         (q, k), v = rotate(qkv[:2], past, self.rope_base), qkv[2]
@@ -146,6 +148,7 @@ class Attention(Mixer):
             return y, None
         return y, AttentionCache(k, v) if cache is None else cache._replace(k=k, v=v)
 
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
+                    dtype: torch.dtype | None = None) -> AttentionCache:
         empty = self.zeros(device, dtype, batch_size, self.n_heads, 0, self.d_model // self.n_heads)
         return AttentionCache(empty, empty)

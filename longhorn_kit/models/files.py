@@ -21,7 +21,7 @@ from .mixer import check_sizes
 from ..records import atomic_file, atomic_path, cannot_write, read_json, read_jsonl, read_record
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-006
-def save_model(model: Backbone, folder):
+def save_model(model: Backbone, folder: str | Path) -> None:
     "Write `model.safetensors` and `config.json`, each whole or not at all."
     path, config = Path(folder) / "model.safetensors", json.dumps(model.config.to_dict(), indent=1)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -60,10 +60,10 @@ def check_state(state: dict, expected: dict, source): # name -> tensor, both; so
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-012
 def load_model(
-    cls,
-    folder,      # written by `save_model`
-    device=None, # None: the CPU
-    dtype=None,  # None: as saved
+    cls: type,
+    folder: str | Path, # written by `save_model`
+    device: torch.device | str | None = None, # None: the CPU
+    dtype: torch.dtype | None = None, # None: as saved
 ) -> Backbone:
     "Return the model in `folder`, in evaluation mode."
     path, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"

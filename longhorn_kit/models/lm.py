@@ -9,15 +9,17 @@ __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Backbone', 'mean_loss', 'c
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import math
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Callable, ClassVar, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import shown
+from ..scan.arguments import documented, shown
 from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
+@documented
 @dataclass
 class LMConfig:
     "Configuration of a `SequenceLM`; mistakes raise a `ValueError`."
@@ -68,7 +70,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model))
 
-    def forward(self, h):
+    def forward(self, h: Tensor) -> Tensor:
         h, weight = wide(h), self.weight
         return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
 
@@ -81,7 +83,7 @@ class SwiGLU(nn.Module):
         self.in_proj = nn.Linear(d_model, 2 * d_mlp, bias=False)
         self.out_proj = nn.Linear(d_mlp, d_model, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = self.in_proj(x).chunk(2, -1)
         return self.out_proj(F.silu(gate) * up)
 
@@ -97,7 +99,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps) if config.d_mlp else None
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
-    def finish_block(self, h, y, train=False):
+    def finish_block(self, h: Tensor, y: Tensor, train: bool = False) -> tuple[Tensor, Tensor]:
         "Return the stream after the mixer's output `y`, and what is still to be added to it."
         y = F.dropout(y, self.dropout, train)
         if self.mlp is None:
@@ -105,14 +107,14 @@ class Block(nn.Module):
         h = h + y
         return h, F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
 
-    def forward(self, h, y=None, cu_seqlens=None):
+    def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         "Return the stream (B,T,d_model) after this block, or the pair of `finish_block` if `y` is still to be added."
         closed = y is None
         h = h if closed else h + y
         h, y = self.finish_block(h, self.mixer(self.norm(h), cu_seqlens), self.training)
         return h + y if closed else (h, y)
 
-    def decode(self, h, cache):
+    def decode(self, h: Tensor, cache: Any) -> tuple[Tensor, Any]:
         "Return the stream, (B,T,d_model) or (B,d_model), and the mixer's cache after this block."
         y, cache = (self.mixer.prefill if h.dim() == 3 else self.mixer.step)(self.norm(h), cache)
         return torch.add(*self.finish_block(h, y)), cache
@@ -130,7 +132,7 @@ def draw_weights(model: nn.Module):
 class Backbone(nn.Module):
     "Embedding, blocks and read-out, for training."
 
-    def __init__(self, config: LMConfig):
+    def __init__(self, config: LMConfig): # sizes, mixer and its options
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -140,21 +142,21 @@ class Backbone(nn.Module):
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         draw_weights(self)
 
-    def embed(self, tokens, dims=2):
+    def embed(self, tokens: Tensor, dims: int = 2) -> Tensor:
         "Return float32 or float64 vectors of tokens (B,T), or of (B,) with `dims=1`."
         check_tokens(tokens, dims, self.config.vocab_size)
         return wide(self.embedding(tokens))
 
     @property
-    def output_matrix(self):
+    def output_matrix(self) -> Tensor:
         "Return the matrix (V,d_model) that turns features into logits."
         return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
 
-    def read_out(self, h):
+    def read_out(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of the stream (..,d_model)."
         return F.linear(self.norm(h), self.output_matrix)
 
-    def features(self, tokens, cu_seqlens=None):
+    def features(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         "Return the input (B,T,d_model) of the output matrix; bounds from `document_bounds` reset the state."
         h = self.embed(tokens)
         h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
@@ -165,7 +167,7 @@ class Backbone(nn.Module):
         h = self.norm(h + y)
         return h if cu_seqlens is None else h[0].unflatten(0, tokens.shape)
 
-    def forward(self, tokens, targets=None, cu_seqlens=None):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor | Any:
         "Return the logits (B,T,V) of tokens (B,T); with targets (B,T) also the loss in nats per token."
         logits = F.linear(self.features(tokens, cu_seqlens), self.output_matrix)
         return logits if targets is None else (logits, mean_loss(logits, targets))
@@ -210,28 +212,29 @@ def count_parameters(config: LMConfig) -> int:
 class Decoder(Backbone):
     "A `Backbone` that decodes from a cache."
 
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
+                    dtype: torch.dtype | None = None) -> list:
         "Return one mixer cache per block, before the first token."
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
-    def decode(self, h, cache):
+    def decode(self, h: Tensor, cache: list) -> tuple[Tensor, list]:
         new = []
         for block, old in zip(self.blocks, cache):
             h, after = block.decode(h, old)
             new.append(after)
         return h, new
 
-    def step(self, token, cache):
+    def step(self, token: Tensor, cache: list) -> tuple[Tensor, list]:
         "Return the logits (B,V) of the next token (B,) and the cache after it."
         h, cache = self.decode(self.embed(token, 1), cache)
         return self.read_out(h), cache
 
-    def prefill(self, tokens, cache=None, last_only=False):
+    def prefill(self, tokens: Tensor, cache: list | None = None, last_only: bool = False) -> tuple[Tensor, list]:
         "Return the logits (B,T,V) of the next tokens (B,T), or (B,1,V) with `last_only`, and the cache after them."
         h, cache = self.decode(self.embed(tokens), cache or [None] * len(self.blocks))
         return self.read_out(h[:, -1:] if last_only else h), cache
 
-    def read(self, tokens, piece=4096):
+    def read(self, tokens: Tensor, piece: int = 4096) -> tuple[Tensor, list]:
         "Read a whole text (B,T), piece by piece; return the next token's logits (B,1,V) and the cache."
         cache = None
         for part in tokens.split(piece, 1):
@@ -272,11 +275,15 @@ def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
     return None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042
+@documented
 class SequenceLM(Decoder):
     "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
+    save_pretrained: Callable[..., None] # these two are in `models.files`
+    from_pretrained: ClassVar[Callable[..., "SequenceLM"]]
 
     @torch.no_grad()
-    def stream(self, tokens, n_new, temperature=1.0, top_k=None, top_p=None, seed=None):
+    def stream(self, tokens: Tensor, n_new: int, temperature: float = 1.0, top_k: int | None = None,
+               top_p: float | None = None, seed: int | None = None) -> Iterator[Tensor]:
         "Yield `n_new` tokens (B,) as they are drawn; arguments as in `generate`."
         generator = start_generator(tokens, n_new, temperature, top_k, top_p, seed, self.config.vocab_size)
         logits, cache = self.read(tokens)
@@ -285,8 +292,14 @@ class SequenceLM(Decoder):
             yield (token := sample(logits, temperature, top_k, top_p, generator))
             logits, cache = self.step(token, cache) if left else (None, None)
 
-    def generate(self, tokens, n_new, temperature=1.0, top_k=None, top_p=None, seed=None):
-        "Return prompt (B,T) and continuation, (B,T+n_new), drawn as by `sample`; same seed, same tokens."
+    @documented
+    def generate(self,
+        tokens: Tensor, n_new: int, # (B,T) prompt, number of tokens to add
+        temperature: float = 1.0,   # 0: the most probable token
+        top_k: int | None = None, top_p: float | None = None, # keep k tokens, or the fewest with this probability
+        seed: int | None = None,    # of the draws; same seed, same tokens
+    ) -> Tensor:
+        "Return prompt and continuation, (B,T+n_new), drawn as by `sample`."
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
         return torch.cat([tokens, torch.stack(new, 1).to(tokens.dtype)], 1) if new else tokens
 

@@ -8,7 +8,7 @@ __all__ = ['MatrixCache', 'MatrixMixer', 'RetNet', 'GLA', 'HGRN2', 'RWKV5', 'RWK
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-003
 import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,31 +32,32 @@ class MatrixCache(NamedTuple):
 class MatrixMixer(Mixer):
     "A layer with a matrix state: subclasses define `inputs` (what fades and what is written)."
 
-    def __init__(self, d_model, n_heads, d_key, d_value, past=(0, 0)):
+    def __init__(self, d_model: int, n_heads: int, d_key: int, d_value: int, past: tuple = (0, 0)):
         super().__init__(d_model)
         self.n_heads, self.d_key, self.d_value, self.past_shape = n_heads, d_key, d_value, past
         self.keys, self.values = n_heads * d_key, n_heads * d_value
         self.out_proj = nn.Linear(self.values, d_model, bias=False)
 
-    def heads(self, t): return t.unflatten(-1, (self.n_heads, -1)) # (B,T,H*F) -> (B,T,H,F)
+    def heads(self, t: Tensor) -> Tensor: return t.unflatten(-1, (self.n_heads, -1)) # (B,T,H*F) -> (B,T,H,F)
 
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
+                    dtype: torch.dtype | None = None) -> MatrixCache:
         zeros = lambda *shape, dtype=dtype: self.zeros(device, dtype, batch_size, *shape)
         S = wide(zeros(self.n_heads, self.d_value, self.d_key))
         return MatrixCache(zeros(*self.past_shape), S, zeros(dtype=torch.int64))
 
-    def read_out(self, y, gate): # (B,T,H,P) -> (B,T,H*P): each head normalised, then gated if there is a gate
+    def read_out(self, y: Tensor, gate: Any) -> Tensor: # (B,T,H,P) -> (B,T,H*P): heads normalised, gated if asked
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
 
-    def run(self, x, cache=None, keep_cache=False):
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
         scan, gate, past = self.inputs(x, cache)
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
         return y, MatrixCache(past, S, cache.position + x.shape[1]) if keep_cache else None
 
-    def step(self, x_t, cache):
+    def step(self, x_t: Tensor, cache: Any) -> tuple:
         scan, gate, past = self.inputs(check_stream(x_t, 2, self.d_model)[:, None], cache)
         bonus = scan.pop("bonus", None)
         y, S = matrix_step(**{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus)
@@ -101,7 +102,7 @@ class RetNet(MatrixMixer):
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
         start_small(self.in_proj.weight, self.keys, self.keys, self.values, self.values)
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
         turn = lambda t: rotate(self.heads(t).transpose(1, 2), cache.position, self.rope_base).transpose(1, 2)
         decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.n_heads, device=x.device))))
@@ -126,7 +127,7 @@ class GLA(MatrixMixer):
         self.decay_proj = nn.Sequential(nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, self.keys))
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
         decay = F.logsigmoid(wide(self.decay_proj(x))) / self.temperature
         q, k, v, decay = map(self.heads, (q * self.d_key**-0.5, k, v, decay))
@@ -147,14 +148,14 @@ class HGRN2(MatrixMixer):
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         q, f, v = self.in_proj(x).split([self.keys, self.keys, self.values], -1)
         k = (1 - self.lower_bound) * torch.sigmoid(-wide(f))
         decay = torch.log1p(-k) if self.lower_bound else F.logsigmoid(wide(f))
         q, k, v, decay = map(self.heads, (F.silu(q) * self.d_key**-0.5, k.to(v.dtype), v, decay))
         return dict(q=q, k=k, x=v, log_decay=decay), None, cache.past
 
-    def read_out(self, y, gate): return head_norm(y.flatten(2), self.norm_weight)
+    def read_out(self, y: Tensor, gate: Any) -> Tensor: return head_norm(y.flatten(2), self.norm_weight)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
 class TokenShift(MatrixMixer):
@@ -202,7 +203,7 @@ class RWKV5(TokenShift):
         place, rate = slow_to_fast(self.n_heads)
         self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         delta, past = self.shift(x, cache.past)
         scan, g = self.project(*((x + delta * mix).to(x.dtype) for mix in self.mix))
         decay = -wide(self.decay).exp().expand(*x.shape[:2], -1)
@@ -232,7 +233,7 @@ class RWKV6(TokenShift):
         nn.init.uniform_(self.decay_down.weight, -1e-4, 1e-4)
         self.decay_up.bias = nn.Parameter(rate)
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         delta, past = self.shift(x, cache.past)
         low_rank = torch.tanh(self.mix_down(x + delta * self.mix[0])).unflatten(-1, (5, -1))
         mix = torch.einsum("btir,ird->ibtd", low_rank, self.mix_up.to(low_rank.dtype))
@@ -245,17 +246,18 @@ class RWKV6(TokenShift):
 class ConvMixer(MatrixMixer):
     "A matrix mixer whose queries, keys and values pass a short causal convolution with SiLU."
 
-    def __init__(self, d_model, n_heads, d_key, d_value, d_conv, channels=None, bias=False):
+    def __init__(self, d_model: int, n_heads: int, d_key: int, d_value: int, d_conv: int, channels: int | None = None,
+                 bias: bool = False):
         check_sizes(d_conv=d_conv)
         channels = n_heads * (2 * d_key + d_value) if channels is None else channels
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=bias)
 
-    def convolve(self, t, past):
+    def convolve(self, t: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         "Return the convolved (B,T,C) and the new past."
         return causal_conv1d(t, self.conv1d.weight, self.conv1d.bias, initial_state=past, output_final_state=True)
 
-    def qkv(self, t, past):
+    def qkv(self, t: Tensor, past: Tensor | None) -> tuple:
         "Return q, k (B,T,H,N) of length one, x (B,T,H,P) and the new past."
         t, past = self.convolve(t, past)
         q, k, x = map(self.heads, t.split([self.keys, self.keys, self.values], -1))
@@ -287,7 +289,7 @@ class Mamba2(ConvMixer):
         self.D_skip = nn.Parameter(torch.ones(H))
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
-    def inputs(self, h, cache):
+    def inputs(self, h: Tensor, cache: Any) -> tuple:
         N = self.d_key
         z, xkq, dt = self.in_proj(h).split([self.values, self.values + 2 * N, self.n_heads], -1)
         xkq, past = self.convolve(xkq, cache.past)
@@ -297,7 +299,7 @@ class Mamba2(ConvMixer):
         scan = dict(q=q, k=k, x=(x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt)
         return scan, (x, z), past
 
-    def read_out(self, y, gate):
+    def read_out(self, y: Tensor, gate: Any) -> Tensor:
         x, z = gate
         y = (y + self.D_skip[:, None] * x).flatten(2)
         return head_norm(y * F.silu(z), self.norm_weight)
@@ -313,7 +315,7 @@ class DeltaNet(ConvMixer):
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         q, k, v, past = self.qkv(self.in_proj(x), cache.past)
         return dict(q=q, k=k, x=v, beta=self.beta_proj(x).sigmoid()), None, past
 
@@ -330,7 +332,7 @@ class GatedDeltaNet(ConvMixer):
         self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(1e-3, 16).log())
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x, cache):
+    def inputs(self, x: Tensor, cache: Any) -> tuple:
         qkv, g = self.in_proj(x).split([2 * self.keys + self.values, self.values], -1)
         q, k, v, past = self.qkv(qkv, cache.past)
         beta, dt = wide(self.rate_proj(x)).chunk(2, -1)

@@ -9,13 +9,13 @@ __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 
 import inspect, math
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import check_tensor, shown
+from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -23,7 +23,7 @@ from ..theory.closed_forms import effective_rate_from_logits
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
 
-def register_mixer(name: str, **fixed): # fixed: options that belong to the name and cannot be changed
+def register_mixer(name: str, **fixed: Any) -> Callable: # fixed: options that belong to the name and cannot be changed
     "Return a class decorator that enters a mixer in `MIXERS`."
     def register(cls):
         known = MIXERS.get(name)
@@ -42,7 +42,7 @@ def mixer_options(name: str) -> list:
     return [option for option in inspect.signature(MIXERS[name]).parameters if option not in hidden]
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-028
-def build_mixer(name: str, d_model: int, /, **options) -> nn.Module:
+def build_mixer(name: str, d_model: int, /, **options: Any) -> nn.Module:
     "Return the mixer called `name`; unknown names and options raise a `ValueError` that lists the known ones."
     known = mixer_options(name)
     for option in options:
@@ -74,35 +74,36 @@ class Mixer(nn.Module, ABC):
         self.d_model = d_model
 
     @abstractmethod
-    def run(self, x, cache=None, keep_cache=False):
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
         "Map (B,T,d_model) to (B,T,d_model) and the cache after the last token, None unless `keep_cache`."
 
     @abstractmethod
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
+                    dtype: torch.dtype | None = None) -> Any:
         "Return the cache before the first token."
 
-    def zeros(self, device, dtype, *shape):
+    def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
         weight = self.out_proj.weight
         return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
 
-    def forward(self, x, cu_seqlens=None):
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         "Map (B,T,d_model) to (B,T,d_model); bounds (n+1,) separate n documents in one row."
         check_stream(x, 3, self.d_model, self.out_proj.weight)
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
     @torch.compiler.disable # lengths are sizes of tensors
-    def run_packed(self, x, cu_seqlens):
+    def run_packed(self, x: Tensor, cu_seqlens: Tensor) -> Any:
         "Run packed documents that have tokens one by one; override this if all can run at once."
         lengths = [length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0] or [0]
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
-    def prefill(self, x, cache=None):
+    def prefill(self, x: Tensor, cache: Any = None) -> tuple:
         "Map the next T tokens (B,T,d_model) to outputs (B,T,d_model) and the cache after them."
         check_stream(x, 3, self.d_model, self.out_proj.weight)
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
         return self.run(x, cache, True)
 
-    def step(self, x_t, cache):
+    def step(self, x_t: Tensor, cache: Any) -> tuple:
         "Map the next token (B,d_model) to its output (B,d_model) and the cache after it."
         y, cache = self.run(check_stream(x_t, 2, self.d_model, self.out_proj.weight)[:, None], cache, True)
         return y[:, 0], cache
@@ -192,17 +193,17 @@ class ScanProjections(Mixer):
 class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses define `scan` and `scan_step`."
 
-    def run(self, x, cache=None, keep_cache=False, cu_seqlens=None):
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, cu_seqlens: Tensor | None = None) -> tuple:
         *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens)
         out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens)
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S) if keep_cache else None
 
-    def run_packed(self, x, cu_seqlens):
+    def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
         one_by_one = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
-    def step(self, x_t, cache, inplace=False):
+    def step(self, x_t: Tensor, cache: Any, inplace: bool = False) -> tuple:
         "Step as `Mixer` does; `inplace` updates and returns `cache`."
         *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model, self.out_proj.weight), cache.conv, inplace)
         y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
@@ -213,10 +214,11 @@ class ScanMixer(ScanProjections):
 @register_mixer("longhorn_decoupled", form="decoupled")
 @register_mixer("longhorn_exact", form="exact")
 @register_mixer("longhorn")
+@documented
 class Longhorn(ScanMixer):
     "The Longhorn layer, (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int,
+    def __init__(self, d_model: int, # width of input and output
         d_state: int = 16,      # N, size of keys and queries
         d_conv: int = 4,        # width of the convolution
         expand: int = 2,        # d_inner / d_model
@@ -232,18 +234,19 @@ class Longhorn(ScanMixer):
         self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
         nn.init.zeros_(self.b_proj.bias)
 
-    def step_sizes(self, dt_low_rank):
+    def step_sizes(self, dt_low_rank: Tensor) -> Any:
         "Return the logits (..,d_inner or 1) of the step sizes, and the bias to add."
         return bias_apart(self.b_proj, dt_low_rank) if self.rate == "vector" else (self.b_proj(dt_low_rank), None)
 
-    def scan(self, q, k, x, dt_low_rank, z, **options):
+    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         return longhorn_scan(q, k, x, *self.step_sizes(dt_low_rank), self.D_skip, z, form=self.form, **options)
 
-    def scan_step(self, q_t, k_t, x_t, dt_low_rank_t, z_t, S, **options):
+    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
+                  **options: Any) -> tuple[Tensor, Tensor]:
         b_t, b_bias = self.step_sizes(dt_low_rank_t)
         return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
 
-    def rates(self, x):
+    def rates(self, x: Tensor) -> tuple:
         "Return keys (B,T,N), step sizes and effective rates (B,T,d_inner)."
         _, k, _, dt_low_rank, _, _ = self.project(check_stream(x, 3, self.d_model))
         v = self.b_proj(dt_low_rank)

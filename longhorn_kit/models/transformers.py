@@ -11,7 +11,7 @@ import re
 from dataclasses import fields
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
+from typing import Any, Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,14 @@ class LonghornConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict: return super().to_dict() | {"auto_map": AUTO_MAP}
 
-    def save_pretrained(self, save_directory, **options):
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         "Write config.json, and the code that trust_remote_code=True runs."
         write_code(save_directory)
         super().save_pretrained(save_directory, **options)
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"): "Do nothing: `save_pretrained` writes the code."
+    def register_for_auto_class(cls,
+    auto_class: str = "AutoConfig") -> None: "Do nothing: `save_pretrained` writes the code."
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-010
 class MixerCacheLayer(CacheLayerMixin):
@@ -236,7 +237,7 @@ class LonghornPreTrainedModel(PreTrainedModel):
 class LonghornModel(LonghornPreTrainedModel):
     "Map tokens to the stream after the last norm."
 
-    def __init__(self, config):
+    def __init__(self, config: LonghornConfig):
         super().__init__(config)
         lm = config.lm_config()
         self.embedding = nn.Embedding(lm.vocab_size, lm.d_model)
@@ -246,7 +247,7 @@ class LonghornModel(LonghornPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def embed(self, input_ids, inputs_embeds):
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         "Return the stream (B,T,d_model) of tokens (B,T) or of embeddings."
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -256,8 +257,9 @@ class LonghornModel(LonghornPreTrainedModel):
         return self.dropout(wide(inputs_embeds))
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None,
-                use_cache=None, output_hidden_states=None, **ignored):
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = None,
+                output_hidden_states: bool | None = None, **ignored: Any) -> Any:
         h, cache = self.embed(input_ids, inputs_embeds), past_key_values
         if cache is not None and not isinstance(cache, LonghornCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out; "
@@ -273,7 +275,7 @@ class LonghornModel(LonghornPreTrainedModel):
         hidden = tuple(stream) if output_hidden_states else None
         return BaseModelOutputWithPast(stream[-1], cache if use_cache else None, hidden)
 
-    def read(self, h, mask, cache):
+    def read(self, h: Tensor, mask: Any, cache: Any) -> list:
         "Run the blocks, from `cache` and into it."
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         pasts = [layer and layer.state for layer in layers]
@@ -295,15 +297,17 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     "Map tokens to logits, and `labels` to a loss in nats per token."
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
 
-    def __init__(self, config):
+    def __init__(self, config: LonghornConfig):
         super().__init__(config)
         self.model = LonghornModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, past_key_values=None, labels=None,
-                use_cache=None, output_hidden_states=None, logits_to_keep=0, **options):
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, past_key_values: Any = None, labels: Tensor | None = None,
+                use_cache: bool | None = None, output_hidden_states: bool | None = None, logits_to_keep: int = 0,
+                **options: Any) -> Any:
         "Return logits, loss and cache; labels (B,T) are the tokens, shifted here; -100 is left out."
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
                          output_hidden_states, return_dict=True)
@@ -392,9 +396,9 @@ def write_code(folder: str | Path):
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-032
 def export_folder(
-    model,          # `SequenceLM` or `LonghornForCausalLM`
+    model: nn.Module, # `SequenceLM` or `LonghornForCausalLM`
     folder: str | Path,
-    tokenizer=None, # of transformers, saved beside it
+    tokenizer: Any = None, # of transformers, saved beside it
     facts: dict | None = None, # rows for the model card, from `run_facts`
 ) -> Path:
     "Write a folder that transformers loads with trust_remote_code=True, with or without the kit."

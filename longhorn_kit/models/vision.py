@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .baselines import time_step_bias
 from .vision_timm import VisionTools, register_models, timm
+from ..scan.arguments import documented
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
 
@@ -161,15 +162,16 @@ class VisionBase(VisionTools):
         return x if pre_logits else self.head(x)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-035
+@documented
 class VisionLonghorn(VisionBase):
     "A Vision Mamba with one of three scans: (B,in_chans,H,W) -> (B,num_classes)."
     dynamic_img_size: torch.jit.Final[bool]
 
     def __init__(self,
-        img_size: int | tuple = 224, patch_size: int = 16, in_chans: int = 3,
+        img_size: int | tuple = 224, patch_size: int = 16, in_chans: int = 3, # pixels, or (H,W); pixels; C
         num_classes: int = 1000,      # 0: no classifier
         global_pool: str = "token",   # a name in `POOLS`
-        embed_dim: int = 192, depth: int = 24,
+        embed_dim: int = 192, depth: int = 24, # width, blocks
         scan: str = "longhorn",       # a name in `SCANS`
         d_state: int = 16,            # N
         class_token: bool = True,     # needed by global_pool="token"

@@ -164,7 +164,7 @@ INPUTS = { # images as timm's data tools should prepare them
 }
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-012
-def checkpoint_filter_fn(state_dict, model):
+def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
     "Return a checkpoint's weights, with positions and filters resampled to the model's sizes."
     state = dict(state_dict.get("state_dict", state_dict.get("model", state_dict)))
     pos, embed, name = state.get("pos_embed"), model.patch_embed, "patch_embed.proj.weight"
@@ -195,7 +195,7 @@ def register_vim(model_class, name: str):
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-016
 default_cfgs = {}
 
-def register_models(model_class, scans: tuple) -> dict: # name -> timm's configuration
+def register_models(model_class: type, scans: tuple) -> dict: # name -> timm's configuration
     "Make `timm.create_model` build `{scan}_vim_{size}` for every scan and size."
     options = dict(url="", first_conv="patch_embed.proj", classifier="head", pool_size=None, fixed_input_size=True)
     default_cfgs.update(generate_default_cfgs({

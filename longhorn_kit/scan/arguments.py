@@ -6,8 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n04
+import ast
+import inspect
 import os
+import textwrap
+from dataclasses import is_dataclass
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -205,3 +210,23 @@ def wants_gradient(
         what = "inplace=True" if inplace else "backend='triton'"
         raise ValueError(f"{name} with {what} has no gradients; call it under torch.no_grad()")
     return learns
+
+# %% ../../nbs/machine/arguments.ipynb #arguments-n32
+S = TypeVar("S")
+
+def documented(thing: S) -> S: # a function or a class
+    "Append the arguments, with the notes beside them, to the docstring."
+    plain = inspect.isclass(thing) and not is_dataclass(thing)
+    try:
+        source = textwrap.dedent(inspect.getsource(thing.__init__ if plain else thing))
+    except (OSError, TypeError):
+        return thing
+    node, lines = ast.parse(source).body[0], source.splitlines()
+    if isinstance(node, ast.ClassDef):
+        notes = [lines[part.lineno - 1] for part in node.body if isinstance(part, ast.AnnAssign)]
+    else:
+        first = next(part for part in node.args.args if part.arg != "self")
+        notes = [lines[first.lineno - 1][first.col_offset:], *lines[first.lineno:node.body[0].lineno - 1]]
+    notes = [note for line in notes if not (note := line.strip().replace("): #", " #")).startswith(")")]
+    thing.__doc__ = "\n    ".join([inspect.cleandoc(thing.__doc__ or "") + "\n\nArguments:", *notes])
+    return thing

@@ -332,19 +332,21 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n48
 def chunked_scan(
-    q, k, x, b, b_bias=None, D_skip=None, z=None, *, form="diagonal", initial_state=None, # as for `reference_scan`
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None = None, D_skip: Tensor | None = None,
+    z: Tensor | None = None, *, form: str = "diagonal", initial_state: Tensor | None = None, # as for `reference_scan`
     chunk: int | None = None, # steps per chunk; None: by the sizes
     cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
-):
+) -> tuple[Tensor, Tensor]:
     "Run `reference_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     return _run(form, chunk, q, k, x, b, None, b_bias, D_skip, z, initial_state, cu_seqlens)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n50
 def chunked_selective_scan(
-    q, k, x, dt, A, dt_bias=None, D_skip=None, z=None, *, initial_state=None, # as for `reference_selective_scan`
+    q: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor, dt_bias: Tensor | None = None, D_skip: Tensor | None = None,
+    z: Tensor | None = None, *, initial_state: Tensor | None = None, # as for `reference_selective_scan`
     chunk: int | None = None, # steps per chunk; None: by the sizes
     cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
-):
+) -> tuple[Tensor, Tensor]:
     "Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     form = "s6" if A.dim() == 2 else "s6_time_varying"
     return _run(form, chunk, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, cu_seqlens)

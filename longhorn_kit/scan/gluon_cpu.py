@@ -9,6 +9,7 @@ __all__ = ['Block', 'Pointer', 'Shared', 'Interpreter', 'gluon_on_cpu']
 import math
 import types
 from contextlib import contextmanager
+from typing import Iterator
 
 import torch
 import triton
@@ -181,7 +182,7 @@ def _run(kernel, *args, grid, warmup=False, **kwargs):
 
 
 @contextmanager
-def gluon_on_cpu():
+def gluon_on_cpu() -> Iterator[None]:
     "Context manager that runs Gluon kernels on a CPU, slowly: one program at a time, without layouts."
     GluonJITFunction.run = _run
     try:

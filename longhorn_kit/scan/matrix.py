@@ -6,6 +6,8 @@
 __all__ = ['STRONGEST', 'MATRIX_SCANS', 'reference_matrix_scan', 'chunked_matrix_scan', 'matrix_scan', 'matrix_step']
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-n04
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,7 +46,7 @@ def reference_matrix_scan(
     log_decay: Tensor | None = None, # (B,T,H,1) or (B,T,H,N)
     beta: Tensor | None = None, bonus: Tensor | None = None, # (B,T,H), (H,N)
     initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
-):
+) -> tuple[Tensor, Tensor]:
     "Run one token at a time: read-outs (B,T,H,P), last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
@@ -110,9 +112,10 @@ def between_chunks(q, k, u, w, inside, fade, S):
 STRONGEST = -800 # bound of log decays: exp gives 0, even in float64; -inf would turn sums into -inf
 
 def chunked_matrix_scan(
-    q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, # as for `reference_matrix_scan`
+    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    bonus: Tensor | None = None, initial_state: Tensor | None = None, # as for `reference_matrix_scan`
     chunk: int | None = None, # steps per chunk; None: 64, or 16 for a decay per coordinate
-):
+) -> tuple[Tensor, Tensor]:
     "Run `reference_matrix_scan` by matrix products: read-outs (B,T,H,P), last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
@@ -156,7 +159,7 @@ def matrix_scan(
     initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
     output_final_state: bool = False, # return `(out, final_state)`
     backend: str = "auto", # "auto", "fla", "chunked" or "reference"
-):
+) -> Tensor | Any:
     "Return out (B,T,H,P) in x.dtype, or (out, final_state (B,H,P,N)); the state is float32, or float64."
     check_matrix_arguments(q, k, x, log_decay, beta, bonus, initial_state)
     backend = pick_matrix_backend(backend, q, x, beta)
@@ -176,7 +179,7 @@ def matrix_step(
     q_t: Tensor, k_t: Tensor, x_t: Tensor, state: Tensor, # (B,H,N) query and key, (B,H,P) value, (B,H,P,N)
     log_decay_t: Tensor | None = None, # (B,H) or (B,H,N)
     beta_t: Tensor | None = None, bonus: Tensor | None = None, # (B,H), (H,N)
-):
+) -> tuple[Tensor, Tensor]:
     "Run one decode step: `(out_t (B,H,P) in x_t.dtype, next state)`."
     check_tensor("state", state, ("B", "H", "P", "N"))
     check_matrix_arguments(q_t, k_t, x_t, log_decay_t, beta_t, bonus, state, lead=("B",))

@@ -8,14 +8,15 @@ __all__ = ['FORMS', 'BACKENDS', 'CHECKPOINTS', 'TORCH_SCANS', 'longhorn_scan', '
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n04
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_arguments, check_choice, check_cu_seqlens, check_tensor, kernel_obstacle, transformed,
-    wants_gradient)
+from .arguments import (
+    bounds_for_kernels, check_arguments, check_choice, check_cu_seqlens, check_tensor, documented, kernel_obstacle,
+    transformed, wants_gradient)
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
     STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
@@ -94,6 +95,7 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
     return run_sequences(scan, (q, k, x, b, z, timed), lengths, state, final)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-021
+@documented
 def longhorn_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
     b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
@@ -105,7 +107,7 @@ def longhorn_scan(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
-):
+) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
     `out` has the dtype of x; arithmetic and state are float32, or float64 if any input is. All inputs get gradients;
@@ -133,6 +135,7 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
     return out, state.copy_(S) if inplace else S
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
+@documented
 def longhorn_step(
     q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
     b_t: Tensor, state: Tensor, # (B,D) or (B,1) step-size logits, (B,D,N)
@@ -142,12 +145,13 @@ def longhorn_step(
     form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     inplace: bool = False, # write the next state into `state`, for inference
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
-):
+) -> tuple[Tensor, Tensor]:
     "Run one decode step: `(out_t (B,D), next state (B,D,N))`."
     check_choice("form", form, FORMS)
     return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace, backend)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-033
+@documented
 def selective_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
     dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
@@ -159,12 +163,13 @@ def selective_scan(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
     checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
-):
+) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."
     return _scan("dt", None, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
                  checkpoint)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-035
+@documented
 def selective_step(
     q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
     dt_t: Tensor, A: Tensor, # (B,D) or (B,1); (D,N) negative rates, or (B,1,N) input-dependent ones
@@ -173,6 +178,6 @@ def selective_step(
     *,
     inplace: bool = False, # write the next state into `state`, for inference
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
-):
+) -> tuple[Tensor, Tensor]:
     "Run one decode step of Mamba: `(out_t (B,D) in x_t.dtype, next state (B,D,N))`."
     return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace, backend)

@@ -66,7 +66,7 @@ def reference_scan(
     *,
     form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
-):
+) -> tuple[Tensor, Tensor]:
     "Run Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
     q, k, x, b, b_bias, D_skip, z, state = widened(q, k, x, b, b_bias, D_skip, z, initial_state)
@@ -93,7 +93,7 @@ def reference_selective_scan(
     z: Tensor | None = None, # (B,T,D) gate
     *,
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
-):
+) -> tuple[Tensor, Tensor]:
     "Run Mamba's S6 one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
     q, k, x, dt, A, dt_bias, D_skip, z, state = widened(q, k, x, dt, A, dt_bias, D_skip, z, initial_state)

@@ -6,12 +6,14 @@
 __all__ = ['CONV_BACKENDS', 'MAX_WIDTH', 'torch_conv', 'causal_conv1d', 'causal_conv1d_step']
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-n04
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, kernel_obstacle, traced, transformed,
+    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, documented, kernel_obstacle, traced, transformed,
     wants_gradient)
 from .op import run_sequences
 from .reference import no_autocast
@@ -57,6 +59,7 @@ def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and t
     return "torch" if obstacle or (backend == "auto" and not tensors[0].is_cuda) else "triton"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
+@documented
 def causal_conv1d(
     x: Tensor, # (B,T,D)
     weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; taps, oldest first
@@ -68,7 +71,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton" or "torch"
     twice: bool = False, # y as a pair over the same memory, for two readers
-):
+) -> Tensor | Any:
     """Run a causal convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
     All inputs get gradients; only "torch" can be differentiated twice.
@@ -87,6 +90,7 @@ def causal_conv1d(
     return (y, final) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
+@documented
 def causal_conv1d_step(
     x_t: Tensor, state: Tensor, # (B,D) the next input, (B,D,W-1) the inputs just before
     weight: Tensor, bias: Tensor | None = None, # (D,W), or (D,1,W) as in `nn.Conv1d`; (D,)
@@ -94,7 +98,7 @@ def causal_conv1d_step(
     activation: str | None = "silu", # "silu" (or "swish"), or None
     inplace: bool = False, # shift `state` itself instead of making a new one
     backend: str = "auto", # "auto", "triton" or "torch"
-):
+) -> tuple[Tensor, Tensor]:
     """Run one decode step: `(y_t (B,D), next state (B,D,W-1))`.
 
     The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only."""

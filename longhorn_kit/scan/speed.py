@@ -9,6 +9,7 @@ __all__ = ['PER_STATE', 'PER_CHANNEL', 'OF_FORM', 'scan_bytes', 'scan_operations
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-imports
 import itertools
 import math
+from typing import Any
 
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-plain
@@ -76,7 +77,7 @@ def scan_floors(
     direction: str, # "forward" or "backward"
     rates: dict, # per second: "bytes", "operations" (fp32), "specials", "products" (bfloat16 multiply-adds)
     chunk: int = 0, # for exact by matrix products
-    **traffic, # `z`, `itemsize`, `kept` of `scan_bytes`
+    **traffic: Any, # `z`, `itemsize`, `kept` of `scan_bytes`
 ) -> dict: # milliseconds by "bytes", "operations", "specials", "products"
     "Return the least time of each resource; the largest is the floor."
     z, wide = traffic.get("z", True), B * T * D
@@ -88,11 +89,11 @@ def scan_floors(
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-018
 def draw_roofline(
-    ax, # to draw on
+    ax: Any, # to draw on
     record: dict, # for the rates of its GPU
     shape: tuple, # B, T, D
     scans: list, # per scan: name, form, steps of a chunk or 0, colour, line style, (forward, backward) milliseconds
-):
+) -> None:
     "Draw operations per second against operations per byte, forward (dot) and backward (square)."
     from longhorn_kit.plots import INK
     rates, ways = record["rates"], ("forward", "backward")
@@ -131,7 +132,7 @@ def against(
     axis: str, # "T", "B" or "N"
     form: str, # of `OF_FORM`
     fast: bool, # kernels in Gluon, or the portable ones
-    base=(8, 2048, 2048, 16), # the other sizes: B, T, D, N
+    base: tuple = (8, 2048, 2048, 16), # the other sizes: B, T, D, N
 ) -> list:
     "Return sorted (size, milliseconds forward and backward) of cases that differ in one size."
     found = plain_rows(record, **dict(zip("BTDN", base)) | {axis: None}, form=form)
@@ -141,9 +142,9 @@ def against(
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-n51
 def draw_against(
-    ax, record, axis, base=(8, 2048, 2048, 16), # as for `against`
-    forms=tuple(OF_FORM), # to draw
-):
+    ax: Any, record: dict, axis: str, base: tuple = (8, 2048, 2048, 16), # as for `against`
+    forms: tuple = tuple(OF_FORM), # to draw
+) -> None:
     "Draw milliseconds against one size: full marks are fast kernels, empty ones portable."
     from longhorn_kit.plots import COLORS, label_ends
     for form, fast in itertools.product(forms, (True, False)):

@@ -9,6 +9,7 @@ __all__ = ['IMPLICIT', 'EXPLICIT', 'proximity', 'recall_loss', 'gradient_of', 'i
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-003
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,12 +130,12 @@ class Objective:
         ask = lambda term: term(**{name: given[name] for name in _names(term)})
         return ask(self.distance) + ask(self.loss)
 
-    def gradient(self, S, S_prev, k, x, **params) -> Tensor:
+    def gradient(self, S: Tensor, S_prev: Tensor, k: Tensor, x: Tensor, **params: Any) -> Tensor:
         "Return the gradient (...,D,N) in `S`, by autograd."
         f = lambda S: self(S, S_prev, k, x, **params)
         return gradient_of(f, S.expand(*f(S).shape, *S.shape[-2:]))
 
-    def minimise(self, S_prev, k, x, method="solve", **params) -> Tensor:
+    def minimise(self, S_prev: Tensor, k: Tensor, x: Tensor, method: str = "solve", **params: Any) -> Tensor:
         "Return the minimiser (...,D,N) in float64, by a dense solve or (method='descend') descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
@@ -165,10 +166,10 @@ EXPLICIT = Objective(proximity, tangent_loss, "explicit step")
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-051
 def trajectory(
     step: Callable, # step(S, k, x, **params) -> next S
-    S: Tensor,      # (...,D,N) initial state
-    k: Tensor,      # (T,...,N) keys
-    x: Tensor,      # (T,...,D) values
-    **params,       # the same at every step, e.g. beta
+    S: Tensor, # (...,D,N) initial state
+    k: Tensor, # (T,...,N) keys
+    x: Tensor, # (T,...,D) values
+    **params: Any, # the same at every step, e.g. beta
 ) -> Tensor:        # (T+1,...,D,N) states, the initial one first
     "Return the states that a step rule visits on a stream of pairs."
     states = [S]

@@ -10,7 +10,7 @@ __all__ = ['GATED', 'SEPARATE', 'ZOO', 'FAMILIES', 'gated_step', 'retnet_step', 
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-003
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -54,47 +54,51 @@ def gated_step(
     return a * S + (c * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-014
-def retnet_step(S, k, x, gamma) -> Tensor: # gamma: decay of the head, fixed
+def retnet_step(S: Tensor, k: Tensor, x: Tensor, gamma: Tensor) -> Tensor: # gamma: decay of the head, fixed
     "Return RetNet's update, `gamma S + x k^T`."
     return gated_step(S, k, x, gamma)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-016
-def gla_step(S, k, x, alpha) -> Tensor: # alpha (...,N): gate of each key channel
+def gla_step(S: Tensor, k: Tensor, x: Tensor, alpha: Tensor) -> Tensor: # alpha (...,N): gate of each key channel
     "Return the update of GLA, RWKV-5 (constant gate) and RWKV-6, `S diag(alpha) + x k^T`."
     return gated_step(S, k, x, alpha[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-017
-def hgrn2_step(S, k, x) -> Tensor: # k in (0,1) is one minus the gate
+def hgrn2_step(S: Tensor, k: Tensor, x: Tensor) -> Tensor: # k in (0,1) is one minus the gate
     "Return HGRN2's update, `S diag(1 - k) + x k^T`."
     return gla_step(S, k, x, 1 - k)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-019
-def mamba_step(S, k, x, dt, A) -> Tensor: # dt (...,D): step, positive; A (D,N): negative
+def mamba_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor) -> Tensor: # dt (...,D) > 0; A (D,N) < 0
     "Return Mamba's update (S6), `exp(dt A) S + (dt x) k^T`."
     return gated_step(S, k, x, torch.exp(dt[..., None] * A), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-020
-def mamba_input_a_step(S, k, x, dt, A_t) -> Tensor: # A_t (...,N): positive, computed from the token
+def mamba_input_a_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A_t: Tensor) -> Tensor: # A_t (...,N) > 0, by token
     "Return the update with input-dependent A, `exp(-dt A_t) S + (dt x) k^T`."
     return mamba_step(S, k, x, dt, -A_t[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-021
-def mamba2_step(S, k, x, dt, A) -> Tensor: # one number each per head; dt positive, A negative
+def mamba2_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor) -> Tensor: # of the head; dt > 0, A < 0
     "Return Mamba-2's update (SSD), `exp(dt A) S + dt x k^T` with one number as gate."
     return gated_step(S, k, x, torch.exp(torch.as_tensor(dt * A)), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-023
-def mlstm_step(S, k, x, f, i) -> Tensor: # gates of the head, i positive; with D = 1 and x = 1, S is the normaliser
+def mlstm_step(
+    S: Tensor, k: Tensor, x: Tensor, f: Tensor, i: Tensor, # gates, i > 0; if D = 1 and x = 1, S is the normaliser
+) -> Tensor:
     "Return mLSTM's update, `f S + i x k^T`."
     return gated_step(S, k, x, f, i)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-025
-def rglru_step(S, k, x, a) -> Tensor: # N = 1, k ones, x after its input gate; a (...,D): channels' gates
+def rglru_step(S: Tensor, k: Tensor, x: Tensor, a: Tensor) -> Tensor: # N = 1, k ones, x gated; a (...,D): gates
     "Return Griffin's update (RG-LRU), `a s + sqrt(1 - a^2) x`."
     return gated_step(S, k, x, a[..., None], (1 - a.square()).sqrt())
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-029
-def gated_deltanet_step(S, k, x, alpha, beta) -> Tensor: # k of length one; alpha: gate; beta (...,1): step size
+def gated_deltanet_step( # k of length one; alpha: gate; beta (...,1): step size
+    S: Tensor, k: Tensor, x: Tensor, alpha: Tensor, beta: Tensor,
+) -> Tensor:
     "Return Gated DeltaNet's update, `alpha S (I - beta k k^T) + beta x k^T`."
     return explicit_step(alpha * S, k, x, beta)
 
@@ -326,7 +330,7 @@ FAMILIES = {
 }
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-072
-def zoo_markdown(layers=None) -> str:
+def zoo_markdown(layers: Iterable | None = None) -> str:
     "Return rows (None: the whole zoo) as a Markdown table with links to the papers."
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
