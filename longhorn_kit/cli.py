@@ -42,6 +42,8 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror.lower()}: {error.filename}"
+    if tried := re.search(r"[Tt]ried to allocate (\d[\d.]* \w+)", text): # on the CPU, on a GPU
+        return f"not enough memory: PyTorch tried to allocate {tried[1]}; lower the sizes of model or batch"
     if isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and text:
         return text
     return f"{type(error).__name__}: {text} (LONGHORN_DEBUG=1 shows where)"

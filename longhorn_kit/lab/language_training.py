@@ -18,7 +18,7 @@ import torch
 from .corpus import Corpus, prepare
 from .data import VAL_PART, file_documents, matching_files
 from .presets import LMPreset, find_preset, model_config, override
-from .processes import check_launcher, is_main_process, make_accelerator, together
+from .processes import check_launcher, check_memory, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker
 from .training import train
@@ -147,6 +147,8 @@ def fit(
             check_same_model(Path(folder), notes)
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
     val = stretches(corpus.val, preset.val) if val is None else val
+    step_bytes = 2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
+    check_memory(count_parameters(config), step_bytes, preset.train, "d_model, n_layer, batch_size or context")
     model = new_model(config, preset.train.seed)
     result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
     model = gather_full_model(model)

@@ -21,7 +21,7 @@ from .checkpoint import checkpoints
 from .claims import suggest
 from .images import (
     Augmented, ImageBatches, Images, count_broken, make_loader, open_data, open_part, transforms)
-from .processes import is_main_process, make_accelerator, together
+from .processes import check_memory, is_main_process, make_accelerator, together
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
 from .training import train
@@ -244,6 +244,7 @@ def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # cla
     images = {"train": len(train_reader), "val": len(reader), "classes": classes}
     if accelerator.is_main_process and all((out / name).exists() for name in ("images.json", "config.json")):
         check_same_settings(out, facts_of(read_record(out / "images.json")), facts_of(images), images)
+    check_memory(0, 12 * config.batch_size * config.img_size**2, config, "img_size or batch_size") # float32, RGB
     model = make_model(config, len(classes), start=not checkpoints(out))
     augment, plain, mode = transforms(config, model.pretrained_cfg)
     batches = ImageBatches(Augmented(train_reader, augment, mode, config), config, accelerator.process_index,

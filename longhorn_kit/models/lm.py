@@ -8,7 +8,7 @@ __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Backbone', 'mean_loss', 'c
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Callable, ClassVar, Iterator
 
 import torch
@@ -54,6 +54,7 @@ def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
     check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
     check_sizes(0, d_mlp=config.d_mlp)
+    check_number("d_model", config.d_model, lambda v: v < 2**24, "less than 2**24")
     for name in ("dropout", "norm_eps"):
         check_number(name, getattr(config, name), lambda v: 0 <= v <= 1, "from 0 to 1")
     for name, kind in (("tie_embeddings", bool), ("mixer", str), ("mixer_options", dict)):
@@ -205,8 +206,9 @@ def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or
 # %% ../../nbs/models/22_lm.ipynb #22_lm-026
 def count_parameters(config: LMConfig) -> int:
     "Return the number of parameters of a model, without allocating it."
-    with torch.device("meta"):
-        return Backbone(config).num_parameters()
+    with torch.device("meta"): # all blocks are alike
+        one, two = (Backbone(replace(config, n_layer=n)).num_parameters() for n in (1, 2))
+    return one + (config.n_layer - 1) * (two - one)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-031-c
 class Decoder(Backbone):
