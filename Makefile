@@ -1,6 +1,7 @@
 # Two commands are enough: `make reproduce` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 BIN := .venv/bin
+LAB := .venv/.lab
 STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
@@ -10,29 +11,36 @@ export TOKENIZERS_PARALLELISM := false
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## create .venv and install the kit (done by every command that needs it)
+install: $(STAMP) ## create .venv and install everything (every command installs what it needs)
 
 # What is wrong with $(PYTHON), in one line; empty if nothing is.
 AGAIN = make $(or $(MAKECMDGOALS),install) PYTHON=python3.12
 PROBLEM = $(shell \
   version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || \
-    { echo "$(PYTHON) does not run here; install Python 3.11 to 3.13 or name one: $(AGAIN)"; exit; }; \
-  case $$version in (3.11|3.12|3.13) ;; (*) \
-    echo "$(PYTHON) is Python $$version; the kit needs 3.11 to 3.13, for example: $(AGAIN)"; exit;; esac; \
+    { echo "$(PYTHON) does not run here; install Python 3.11 to 3.14 or name one: $(AGAIN)"; exit; }; \
+  case $$version in (3.11|3.12|3.13|3.14) ;; (*) \
+    echo "$(PYTHON) is Python $$version; the kit needs 3.11 to 3.14, for example: $(AGAIN)"; exit;; esac; \
   $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
     echo "$(PYTHON) lacks venv; on Debian or Ubuntu: apt install python3-venv")
 
-$(STAMP): pyproject.toml constraints.txt
+PIP = $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+
+$(LAB): pyproject.toml setup.py constraints.txt
 	$(eval problem := $(PROBLEM))$(if $(problem),$(error $(problem)))
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	@echo "Installing into .venv (a few minutes; PyTorch is the large part)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing into .venv (minutes; PyTorch is the large part)"
+	@$(PIP) -e '.[lab]'
 	@touch $@
 
-reproduce: $(STAMP) ## run the paper's claims at laptop scale and write a report page (CPU, minutes)
+$(STAMP): $(LAB)
+	@echo "Installing what the book and the tests need"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+reproduce: $(LAB) ## run the paper's claims at laptop scale and write a report page (CPU, minutes)
 	@$(BIN)/longhorn reproduce --scale laptop
 
-claims: $(STAMP) ## print the ledger: the paper's numbers, ours, the verdict
+claims: $(LAB) ## print the ledger: the paper's numbers, ours, the verdict
 	@$(BIN)/longhorn claims
 
 test: $(STAMP) ## run every notebook, the tests, and the check that notebooks and package agree

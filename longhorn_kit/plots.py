@@ -9,6 +9,9 @@ __all__ = ['COLORS', 'LABELS', 'INK', 'use_style', 'label_ends', 'plot_seeds']
 import sys
 from typing import Any
 
+from .extras import need
+
+need("longhorn_kit.plots", "book", "matplotlib")
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np

@@ -7,8 +7,8 @@ __all__ = ['HERE', 'CONTROL', 'beside', 'remove_leftovers', 'runs', 'discard', '
            'atomic_path', 'put_on_disk', 'atomic_file', 'cannot_write', 'check_ranges', 'check_same_settings',
            'to_plain', 'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'atomic_folder', 'contents',
            'check_folder', 'readable', 'digest_of', 'write_record', 'read_record', 'json_line', 'append_jsonl',
-           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'commit_of_kit', 'cpu_name', 'version_of', 'environment',
-           'command_line', 'progress']
+           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of',
+           'environment', 'command_line', 'progress']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys
@@ -372,6 +372,12 @@ def locked(folder: Path, wait: bool) -> int | None:
         print(f"the file system of {folder} has no locks; do not start a second run there", file=sys.stderr)
         return None
     return handle
+
+# %% ../nbs/machine/records.ipynb #records-root-2
+def records_root() -> Path:
+    "Return the folder above the kit's own records: the checkout, or the copy in an installed package."
+    package = Path(longhorn_kit.__file__).parent
+    return package / "recorded" if (package / "recorded").is_dir() else package.parent
 
 # %% ../nbs/machine/records.ipynb #records-041
 def commit_of_kit(

@@ -300,5 +300,5 @@ def test_models_data_and_extras_that_are_missing_or_wrong(checkpoint, tmp_path, 
     monkeypatch.setattr("datasets.load_dataset", no_network)
     said = fails(capsys, ["recall", "--model", str(checkpoint)])
     assert said.startswith("task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)") and "network" in said
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    assert "pip install 'longhorn-kit[eval]'" in fails(capsys, ["fda", "--model", str(checkpoint)])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert fails(capsys, ["fda", "--model", str(checkpoint)]) == 'evaluation needs the extra "eval": pip install "longhorn-kit[eval]"'

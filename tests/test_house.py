@@ -39,7 +39,7 @@ def lines(text):
 
 def floor(name):
     if "/" not in name:
-        return "top" if name in ("cli", "timm") else "ground"
+        return "top" if name in ("cli", "start", "timm") else "ground"
     return name.split("/")[0]
 
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_planned_is_one_sentence(mixer, options, says, tmp_path, 
         plan(changed("owt-120m", sharding=options.pop("sharding", "auto")), mixer, **options)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(planner, "ROOT", tmp_path) # an installation without records
-    with pytest.raises(ValueError, match="is missing; the planner reads the records of a checkout"):
+    with pytest.raises(ValueError, match="is missing; the planner reads this record of the kit"):
         record("kernels/results/other.json")
 
 

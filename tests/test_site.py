@@ -200,7 +200,7 @@ def test_front_pages_are_short_and_sparing_with_numbers():
         for row in re.findall(r"^\|.*\|$", text, re.M):
             assert all(len(re.findall(number, cell)) <= 3 for cell in row.split("|")), row
     prose = re.sub(r"```.*?```|<details>.*?</details>|<!--.*?-->|<[^>]+>|\]\([^)]*\)|^\|.*$", "", readme, flags=re.S | re.M)
-    allowed = ("Python 3.11 to 3.13", "Apache-2.0", "ICLR 2025", "bfloat16, state size 16")
+    allowed = ("Python 3.11 to 3.14", "Apache-2.0", "ICLR 2025", "bfloat16, state size 16")
     for sentence in re.split(r"(?<=[.:!?])\s", prose):
         assert len(re.findall(number, sentence)) <= 1 or any(words in " ".join(sentence.split()) for words in allowed), sentence
 

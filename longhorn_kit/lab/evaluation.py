@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
+from ..extras import need
 from .data import get_tokenizer
 from .language_training import check_finite, check_vocabulary, trained_tokenizer
 from ..models import SequenceLM
@@ -27,11 +28,9 @@ from ..records import (
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-006
 def harness() -> Any:
-    "Return the package lm_eval with its output reduced; ImportError names the extra if it is missing."
-    try:
-        import longhorn_kit.models.transformers, lm_eval.models.huggingface # noqa: F401, registers the model
-    except ImportError as error:
-        raise ImportError(f"evaluation needs lm-eval (pip install 'longhorn-kit[eval]'): {error}") from None
+    "Return the package lm_eval with its output reduced."
+    need("evaluation", "eval")
+    import longhorn_kit.models.transformers, lm_eval.models.huggingface # noqa: F401, registers the model
     import datasets, transformers
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -24,7 +24,7 @@ from . import claims
 from .claims import PLATFORM, SCALES, Claim, find_claim, outcomes
 from .forest import forest
 from .stats import WORDS, Comparison, Judgement, effect, show
-from ..records import read_record, to_plain
+from ..records import read_record, records_root, to_plain
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-088
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     return [row for file in files for row in _rows_of_file(claim, *file)]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
-def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results of a checkout
+def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results
     "Return the rows judged by recorded times; empty without a record."
     path = results and results.resolve().parent.parent.parent / claim.times
     if not claim.timed or not path or not path.exists():
@@ -130,8 +130,8 @@ def _cost(claim, scale):
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n18
 def results_folder() -> Path | None:
-    "Return the folder of recorded runs; None without a checkout."
-    folder = Path(longhorn_kit.__file__).resolve().parents[1] / "nbs" / "lab" / "results"
+    "Return the folder of recorded runs, in the checkout or in the installed package; None without one."
+    folder = records_root().resolve() / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-100
@@ -148,7 +148,7 @@ class Ledger(list):
 # %% ../../nbs/machine/ledger.ipynb #ledger-n21
 def ledger(
     runs: str | Path = "runs",         # folder of fresh runs
-    results: str | Path | None = None, # folder of recorded runs; None: those of the checkout
+    results: str | Path | None = None, # folder of recorded runs; None: the kit's
 ) -> Ledger:
     "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()

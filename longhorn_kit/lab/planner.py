@@ -9,16 +9,14 @@ __all__ = ['MOVED', 'recorded_work', 'work_of', 'parts_of', 'scaled_parts', 'Pla
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 import numpy as np
-import longhorn_kit
 from .presets import LMPreset, find_preset, model_config
 from .recipe import TrainConfig
 from ..models.lm import LMConfig, count_parameters
-from ..records import read_json, read_jsonl
+from ..records import read_json, read_jsonl, records_root
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-007
-ROOT, RECORDED = Path(longhorn_kit.__file__).parent.parent, "NVIDIA H200" # a checkout of the kit; the recorded GPU
+ROOT, RECORDED = records_root(), "NVIDIA H200" # of all records; the recorded GPU
 LANGUAGE, MACHINE = "nbs/lab/results/language", "kernels/results/machine_h200.json"
 VOCABULARY, PARTS = {"bytes": 256, "gpt2": 50257}, (24576, 65536) # vocabulary sizes; tokens of recorded parts of a step
 NODE, NETWORK, FULL = 8, 40.0, 0.9 # assumed: GPUs per node; GB/s per GPU between nodes; share of the memory to fill
@@ -32,7 +30,7 @@ GPUS = { # memory in bytes (H200: as torch reports it); published bytes and oper
 def record(name):
     "Return a committed record by its path from the root; ValueError if this installation lacks it."
     if not (ROOT / name).exists():
-        raise ValueError(f"{ROOT / name} is missing; the planner reads the records of a checkout of the kit")
+        raise ValueError(f"{ROOT / name} is missing; the planner reads this record of the kit")
     return read_json(ROOT / name)
 
 model_of = cache(lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])) # of recorded steps

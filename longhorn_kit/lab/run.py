@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..extras import need
 from ..records import (
     command_line, commit_of_kit, environment, exclusive_lock, progress, read_record, to_plain, write_record)
 
@@ -209,11 +210,9 @@ class Dask:
         return self.client.get_executor(pure=False).submit(function, *arguments)
 
 def cluster_library(name: str) -> Any:
-    "Import and return a library of the extra `cluster`; ValueError if it is missing."
-    try:
-        return __import__(name)
-    except ImportError:
-        raise ValueError(f'{name} is missing: pip install "longhorn-kit[cluster]"') from None
+    "Import and return a library of the extra `cluster`."
+    need(f"a launcher with {name}", "cluster", name)
+    return __import__(name)
 
 # %% ../../nbs/machine/run.ipynb #run-023
 def drive(

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import mend_torchvision
+from ..extras import need
 
+need("a vision model", "vision", "timm")
 mend_torchvision()
-try:
-    import timm
-except ImportError as error:
-    raise ImportError(f"vision models need timm: pip install timm ({error})") from None
+import timm
 from timm.layers import resample_abs_pos_embed, resample_patch_embed, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
