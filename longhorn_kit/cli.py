@@ -9,14 +9,7 @@ __all__ = ['S', 'Settings', 'NoDefault', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS'
            'accuracies', 'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
-import contextlib
-import io
-import math
-import os
-import re
-import shutil
-import subprocess
-import sys
+import contextlib, io, math, os, re, shutil, subprocess, sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union

@@ -6,10 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n04
-import ast
-import inspect
-import os
-import textwrap
+import ast, inspect, os, textwrap
 from dataclasses import is_dataclass
 from importlib.util import find_spec
 from typing import TypeVar

@@ -6,10 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machine/fla.ipynb #fla-n04
-import functools
-import importlib
-import logging
-import re
+import functools, importlib, logging, re
 from importlib import metadata
 from importlib.util import find_spec
 

@@ -6,8 +6,7 @@
 __all__ = ['Block', 'Pointer', 'Shared', 'Interpreter', 'gluon_on_cpu']
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n05
-import math
-import types
+import math, types
 from contextlib import contextmanager
 from typing import Iterator
 

@@ -7,8 +7,7 @@ __all__ = ['PER_STATE', 'PER_CHANNEL', 'OF_FORM', 'scan_bytes', 'scan_operations
            'scan_floors', 'draw_roofline', 'issue_floor', 'against', 'draw_against']
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-imports
-import itertools
-import math
+import itertools, math
 from typing import Any
 
 

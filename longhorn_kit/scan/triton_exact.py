@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-004
-import ctypes
-import functools
+import ctypes, functools
 from contextlib import suppress
 
 import torch
