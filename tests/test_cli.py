@@ -4,6 +4,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+import torch
 
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import claims, use
@@ -466,12 +467,22 @@ def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
     (["--tokenizer", "words"], 1, "words"), (["--d-model", "-8"], 1, "d_model"),
     (["--out", "file"], 1, "file"), (["--out", "file/deeper"], 1, "file"),
     (["--out", ""], 2, "--out FOLDER is missing"),
+    (["--d-model", "1000000"], 1, "GB; lower d_model, n_layer, batch_size or context"), (["--d-model", str(2**30)], 1, "less than 2**24"),
+    (["--n-layer", "10000000"], 1, "training needs at least"), (["--batch-size", str(2**31 - 1), "--n-layer", "100"], 1, "training needs at least"),
 ])
 def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monkeypatch, flags, code, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 160 bytes. Error code 12"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+])
+def test_too_little_memory_is_one_sentence(error):
+    assert re.fullmatch(r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); lower the sizes of model or batch", cli.one_line(error))
 
 
 def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):

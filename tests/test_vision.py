@@ -267,6 +267,15 @@ def test_bad_options(options, message):
         timm.create_model(NANO[0], pretrained=True)
 
 
+@pytest.mark.parametrize("name", NANO)
+def test_every_adapter_of_peft_learns(name):
+    peft = pytest.importorskip("peft")
+    model = build(name)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False))
+    adapted(images(model)).square().sum().backward()
+    assert not [n for n, p in adapted.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", NANO)
 def test_gpu_agrees_with_cpu(name):

@@ -302,7 +302,7 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
     for options, says in ((dict(batch_size=64), "24 training images are fewer than batch_size=64"),
                           (dict(gradient_accumulation_steps=3), "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-                          (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images")):
+                          (dict(img_size=2**20), "GB; lower img_size or batch_size"), (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images")):
         with pytest.raises(ValueError, match=says):
             small(tmp_path, folder, **options)
     one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, gradient_accumulation_steps=2)

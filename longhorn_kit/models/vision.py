@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import time_step_bias
+from .mixer import bias_apart
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import documented
 from ..scan.op import longhorn_scan, selective_scan
@@ -26,7 +27,7 @@ from timm.models import checkpoint_seq, register_notrace_function
 @torch.jit.ignore
 def vision_scan(
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) queries, keys; (B,T,D) values, logits of the step size
-    b_bias: Tensor, D_skip: Tensor, # (D,)
+    b_bias: Tensor | None, D_skip: Tensor, # (D,)
     A_log: Tensor | None, # (D,N) for Mamba
     scan: str,        # a name in `SCANS`
 ) -> Tensor:          # (B,T,D)
@@ -77,12 +78,12 @@ class Direction(nn.Module):
             x = vision_conv(u, self.conv1d.weight, self.conv1d.bias)
         dt_low_rank, k, q = self.x_proj(x).split(self.sizes, -1)
         k, q = k.contiguous(), q.contiguous() # the scan reads whole rows
-        b = F.linear(dt_low_rank, self.b_proj.weight)
-        bias, skip, A_log, scan = self.b_proj.bias, self.D_skip, self.A_log, self.scan
+        skip, A_log, scan = self.D_skip, self.A_log, self.scan
         if torch.jit.is_scripting():
-            return torch.ops.longhorn_kit.vision_scan(q, k, x, b, bias, skip, A_log, scan)
+            b = F.linear(dt_low_rank, self.b_proj.weight)
+            return torch.ops.longhorn_kit.vision_scan(q, k, x, b, self.b_proj.bias, skip, A_log, scan)
         else:
-            return vision_scan(q, k, x, b, bias, skip, A_log, scan)
+            return vision_scan(q, k, x, *bias_apart(self.b_proj, dt_low_rank), skip, A_log, scan)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-014
 class TwoWayMixer(nn.Module):
