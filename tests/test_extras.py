@@ -89,6 +89,7 @@ def environment(folder, wheel, *distributions):
             if not (site / top).exists():
                 (site / top).symlink_to(about.locate_file(top))
     subprocess.run([sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "-q", "--no-deps", "--no-index", "--no-compile",
+                    "--ignore-installed", # such as the checkout, if it is in the path
                     "--disable-pip-version-check", wheel], check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull})
     return folder / "bin"
 
