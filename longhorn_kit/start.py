@@ -16,10 +16,9 @@ NEEDS = {"reproduce": "lab", "claims": "lab", "prepare": "lm", "train-lm": "lm",
 
 def start() -> int: # exit code
     "Run the command line; without its extra, name that in one line."
-    typed = next(iter(sys.argv[1:]), "")
-    command = typed if typed in NEEDS else ""
+    command = next((word for word in sys.argv[1:2] if word in NEEDS), "longhorn")
     try:
-        need(command or "longhorn", NEEDS.get(command, "lab"))
+        need(command, NEEDS.get(command, "lab"))
     except ModuleNotFoundError as error:
         print(f"longhorn: error: {error}", file=sys.stderr)
         return 1
