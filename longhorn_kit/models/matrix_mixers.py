@@ -349,7 +349,7 @@ def scan_backend(
     dtype = dtype or product_dtype(weight.device.type, weight.dtype)
     if isinstance(mixer, Attention):
         return "scaled_dot_product_attention"
-    if isinstance(mixer, ScanMixer):
+    if isinstance(mixer, ScanMixer) or not isinstance(mixer, Mixer): # the mixer of vision models has two scans
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
     if not isinstance(mixer, MatrixMixer): # computed by the layer itself
         return f"{type(mixer).__name__}.run"
