@@ -82,12 +82,14 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
         before, compiled = spent(), torch.compile(layer, fullgraph=True)
         step(compiled)
     assert spent() - before < 20 and metrics.generated_kernel_count < 30
-    seconds = {layer: [], compiled: []}
+    seconds, threads = {layer: [], compiled: []}, torch.get_num_threads()
+    torch.set_num_threads(1) # threads that wait for each other take CPU time
     for _ in range(60):
         for run, times in seconds.items():
             start = time.process_time()
             step(run)
             times.append(time.process_time() - start)
+    torch.set_num_threads(threads)
     assert statistics.median(seconds[compiled]) < 1.1 * statistics.median(seconds[layer])
 
 
