@@ -9,7 +9,7 @@ __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 
            'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
-import contextlib, io, math, os, re, shutil, subprocess, sys
+import atexit, contextlib, io, math, os, re, shutil, subprocess, sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union
@@ -443,6 +443,9 @@ def main(
             print(f"longhorn {__version__}")
         elif command := agreed(parse, argv):
             command()
+            if several_processes():
+                from longhorn_kit.lab.processes import leave
+                atexit.register(leave)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as stop: # the training loop reports the step

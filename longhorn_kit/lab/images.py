@@ -225,9 +225,12 @@ def bound(worker):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
 
 def make_loader(images: Images, places, workers: int): # places: lists, one per batch
-    "Return an iterator over batches, loaded ahead."
-    return iter(DataLoader(images, batch_sampler=places, num_workers=workers, collate_fn=collated,
-                           worker_init_fn=bound, generator=torch.Generator()))
+    "Yield batches, loaded ahead."
+    try:
+        yield from DataLoader(images, batch_sampler=places, num_workers=workers, collate_fn=collated,
+                              worker_init_fn=bound, generator=torch.Generator())
+    except (ConnectionError, EOFError) as error: # the process died while it sent a batch
+        raise RuntimeError(f"DataLoader worker: {error}") from error
 
 # %% ../../nbs/machine/images.ipynb #images-027
 class ImageBatches:

@@ -48,6 +48,12 @@ def is_main_process() -> bool:
     "Check whether this process writes and prints."
     return not distributed() or torch.distributed.get_rank() == 0
 
+# %% ../../nbs/machine/processes.ipynb #processes-leave
+def leave() -> None:
+    "Close the connections, whose threads could abort a process that exits."
+    if distributed():
+        torch.distributed.destroy_process_group()
+
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
 def sharding_of(recipe, accelerator):
     "Return none, ddp, fsdp or hsdp; ValueError if these processes cannot use it."
