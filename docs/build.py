@@ -20,6 +20,7 @@ ROOT, NOTEBOOKS, SITE = HERE.parent, HERE.parent / "nbs", HERE / "_site"
 WORK = HERE / "_build" # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
 sys.path.insert(0, str(HERE))
 import api  # noqa: E402
+from figures import pictures  # noqa: E402
 
 PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab", "machine": "For contributors"}
 REFERENCE = ("map", "glossary", "references", "api")
@@ -129,11 +130,6 @@ def copy_embedded(html: str, path: Path, files: set) -> None:
     "Collect the files beside a notebook that HTML in it shows: an animation in a frame, a picture."
     for target in re.findall(r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', html):
         files.add((path.parent / target).resolve())
-
-
-def pictures(cell: dict) -> list:
-    "The outputs of a cell that are pictures."
-    return [o for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
 
 
 def plain(markdown: str) -> str:

@@ -33,16 +33,15 @@ def pack(data: bytes) -> bytes:
     return file.getvalue()
 
 
-def pictures(notebook: dict) -> list:
-    "Outputs of a notebook that are PNG."
-    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-    return [output for output in outputs if "image/png" in output.get("data", {})]
+def pictures(*cells: dict) -> list:
+    "Outputs of cells that are PNG."
+    return [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
 
 
 if __name__ == "__main__":
     for path in Path(__file__).resolve().parent.parent.glob("nbs/**/*.ipynb"):
         notebook, changed = json.loads(path.read_text(encoding="utf-8")), False
-        for output in pictures(notebook):
+        for output in pictures(*notebook["cells"]):
             old = base64.b64decode("".join(output["data"]["image/png"]))
             if (new := pack(old)) != old:
                 output["data"]["image/png"], changed = base64.b64encode(new).decode(), True

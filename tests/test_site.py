@@ -262,7 +262,7 @@ def only_draws(cell):
     "Is a figure all that a cell of six lines or more is for?"
     code = [line for line in cell["source"].splitlines() if line.strip() and not line.startswith("#")]
     drawing = [line for line in code if DRAWS.search(line)]
-    return len(code) >= 6 and 2 * len(drawing) > len(code) and not TEACHES.search(cell["source"]) and bool(build.pictures(cell))
+    return len(code) >= 6 and 2 * len(drawing) > len(code) and not TEACHES.search(cell["source"]) and bool(figures.pictures(cell))
 
 
 def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(prepared):
@@ -282,7 +282,7 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
 def test_figures_have_twice_the_pixels_and_few_bytes():
     from PIL import Image
     for path in build.notebooks():
-        for output in figures.pictures(build.read(path)):
+        for output in figures.pictures(*build.read(path)["cells"]):
             data = base64.b64decode("".join(output["data"]["image/png"]))
             image, size = Image.open(io.BytesIO(data)), output["metadata"].get("image/png", {})
             remedy = f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"

@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.evaluation import export_checkpoint, hf_tokenizer
 from longhorn_kit.lab.language_training import train_lm
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+from mixers import every_mixer
+from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
 from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, to_transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -121,10 +122,11 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     assert torch.equal(sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False))
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_adapters_on_all_linear_layers_learn_in_every_mixer(mixer):
+@every_mixer
+def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
+    "LoRA on `all-linear` reaches every linear layer: the layer calls its layers, or `bias_apart`, and does not read their weights."
     peft = pytest.importorskip("peft")
-    model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=mixer, d_mlp=32)))
+    model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=name, d_mlp=32)))
     adapted, tokens = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)), torch.arange(20)[None]
     adapters = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
     for p in adapters.values():

@@ -145,10 +145,10 @@ def fit(
     with together():
         if is_main_process():
             check_same_model(Path(folder), notes)
+        step_bytes = 2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
+        check_memory(count_parameters(config), step_bytes, preset.train, "d_model, n_layer, batch_size or context")
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
     val = stretches(corpus.val, preset.val) if val is None else val
-    step_bytes = 2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
-    check_memory(count_parameters(config), step_bytes, preset.train, "d_model, n_layer, batch_size or context")
     model = new_model(config, preset.train.seed)
     result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
     model = gather_full_model(model)

@@ -74,8 +74,8 @@ class LonghornConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, **options)
 
     @classmethod
-    def register_for_auto_class(cls,
-    auto_class: str = "AutoConfig") -> None: "Do nothing: `save_pretrained` writes the code."
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        "Do nothing: `save_pretrained` writes the code."
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-010
 class MixerCacheLayer(CacheLayerMixin):
