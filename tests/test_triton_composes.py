@@ -70,6 +70,22 @@ def test_the_operation_is_well_formed(form, options, path):
     torch.library.opcheck(triton_op._scan, args, test_utils=checks[:3] if options else checks)
 
 
+@both_paths
+@pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
+def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
+    def run():
+        a, dout, dfinal = arguments(form)
+        outputs = call(a, form)
+        return outputs[0].grad_fn.name(), dict(gradients(outputs, (dout, dfinal), a), out=outputs[0], final=outputs[1])
+
+    twice = [run() for _ in range(2)] # the second launches compiled kernels itself
+    monkeypatch.setattr(triton_op, "in_eager", lambda *_: False)
+    operation, want = run()
+    assert "longhorn_kit_scan" in operation and all("longhorn_kit_scan" not in name for name, _ in twice)
+    for _, got in twice:
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize("form", ("diagonal", "exact") if GPU else ("exact",))
 def test_compiles_as_one_graph(form, path):
     a, dout, dfinal = arguments(form)

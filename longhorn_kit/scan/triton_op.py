@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
 import warnings
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 
 import torch
@@ -18,6 +18,7 @@ from torch.library import custom_op, register_autograd
 from .. import __version__
 from .arguments import in_range, traced
 from .chunked import once_only
+from .launch import differentiable, in_eager
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
@@ -133,6 +134,11 @@ def _path_kernels(path, form, checkpoint_every=0):
 def _sizes(k, x, cu_seqlens, direction):
     return (*x.shape, k.shape[-1], None if cu_seqlens is None else cu_seqlens.shape[0] - 1, direction)
 
+
+@lru_cache(4096)
+def _plan(path, form, checkpoint_every, *sizes): # real sizes, not those of a tracer
+    return _path_kernels(path, form, checkpoint_every)[0](*sizes)
+
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-017
 def _spacing(checkpoint, N):
     # Steps between the states kept for the backward, 0 for the kernels' choice; a state is 4 N bytes per channel.
@@ -166,20 +172,22 @@ def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
     return forward(plan, k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-023
-@custom_op("longhorn_kit::scan", mutates_args=())
-def _scan(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
-          A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-          form: str, checkpoint_every: int, save: bool, kernels: str,
-          checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
+         A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+         form: str, checkpoint_every: int, save: bool, kernels: str,
+         checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x, checkpoint_every)
-    plan, forward, _ = _path_kernels(path, form, checkpoint_every)
+    plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "forward"))
     L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
-    out, final, ckpt = forward(plan(*_sizes(k, x, cu_seqlens, "forward")), q, k, x, b, b_bias, D_skip, z, initial_state,
-                               cu_seqlens, save and L != 0, **extra)
+    out, final, ckpt = _path_kernels(path, form, checkpoint_every)[1](
+        plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra)
     if not checked:
         clear_outside(cu_seqlens, out)
     return out, final, _thin(path, L, ckpt, x.shape[0]) if save and L else ckpt
+
+
+_scan = custom_op("longhorn_kit::scan", mutates_args=())(_run)
 
 
 @_scan.register_fake
@@ -198,21 +206,28 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     return *results, new(chunks, *state)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-024
+def _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
+                  checkpoint_every, checked=True):
+    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
+    path = scan_path(form, q, k, x, checkpoint_every)
+    plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "backward"))
+    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    if L is not None:
+        ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
+    grads = _path_kernels(path, form, checkpoint_every)[2](
+        plan, dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, cu_seqlens, **extra)
+    if not checked:
+        clear_outside(cu_seqlens, *grads[:4], grads[6], A if A is None or A.dim() == 2 else grads[7])
+    return grads
+
+
 @custom_op("longhorn_kit::scan_backward", mutates_args=())
 def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor, k: Tensor, x: Tensor, b: Tensor,
                    b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None, A: Tensor | None,
                    initial_state: Tensor | None, cu_seqlens: Tensor | None, form: str, checkpoint_every: int,
                    checked: bool = True) -> list[Tensor]:
-    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
-    path = scan_path(form, q, k, x, checkpoint_every)
-    plan, _, backward = _path_kernels(path, form, checkpoint_every)
-    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
-    if L is not None:
-        ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
-    grads = backward(plan(*_sizes(k, x, cu_seqlens, "backward")), dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z,
-                     cu_seqlens, **extra)
-    if not checked:
-        clear_outside(cu_seqlens, *grads[:4], grads[6], A if A is None or A.dim() == 2 else grads[7])
+    grads = _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
+                          checkpoint_every, checked)
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
@@ -238,13 +253,15 @@ def _gradients(ctx, dout, dfinal, _):
         with torch.no_grad():
             ckpt = torch.ops.longhorn_kit.scan.default(*rest, ctx.form, ctx.checkpoint_every, True, *ctx.rest)[2]
     dout = torch.zeros_like(rest[2]) if dout is None else dout
-    backward = torch.ops.longhorn_kit.scan_backward.default
+    straight = in_eager(dout, dfinal) and not torch.is_grad_enabled()
+    backward = _run_backward if straight else torch.ops.longhorn_kit.scan_backward.default
     grads = backward(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every, *ctx.rest[1:])
     grads = [None if t is None else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
     return (*grads, *[None] * (4 + len(ctx.rest)))
 
 
 register_autograd(_scan, _gradients, setup_context=_setup)
+_differentiable = differentiable(_run, _setup, _gradients)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-028
 once_only(_scan_backward,
@@ -265,8 +282,11 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    scan = torch.ops.longhorn_kit.scan.default # by name: see `triton_conv`
-    kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
-    out, final, _ = scan(*tensors, cu_seqlens, form, _spacing(checkpoint, k.shape[-1]),
-                         learns and not torch.compiler.is_exporting(), kernels, cu_seqlens is None or not traced())
+    every, checked = _spacing(checkpoint, k.shape[-1]), cu_seqlens is None or not traced()
+    if in_eager(*tensors, cu_seqlens):
+        scan, save, kernels = _differentiable if learns else _run, learns, ""
+    else: # by name: see `triton_conv`
+        scan, save = torch.ops.longhorn_kit.scan.default, learns and not torch.compiler.is_exporting()
+        kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
+    out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
     return out, final
