@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 6100, "package": 14150, "tests": 11800, "kernels and docs": 2950} # lines without blank lines and cell markers
+BUDGET = {"lab": 6100, "package": 14230, "tests": 11800, "kernels and docs": 2950} # lines without blank lines and cell markers
 CHARACTERS = 836_000 # the aim is 730,000
-LARGE = {"scan/triton_diagonal", "scan/triton_exact", "scan/triton_portable"} # modules over 400 lines (kernel files 600)
+LARGE = {"scan/triton_exact", "scan/triton_portable"} # modules over 400 lines (kernel files 600)
 WORDING = 20 # sentences with an odd phrase
 LESSON, CELLS = 1.5, 60 # exported lines per lesson line of a folder; exported cells over 15 lines on all lesson pages
 NOUN = "byte|token|second|seed|width|channel|head|step|size|layer|model|row|task|page|claim|chunk|parameter|epoch|file|job|cell|line|image|element"
