@@ -195,7 +195,7 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
         "23 %": lambda: small_memory("S1", "diagonal"), "19 %": lambda: small_memory("S2", "diagonal"), "24 %": lambda: small_memory("S3", "diagonal")},
-    "nbs/machine/triton_diagonal.ipynb": {"57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
+    "nbs/machine/triton_diagonal_backward.ipynb": {"57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
     "nbs/machine/triton_exact.ipynb": {
         "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
     "nbs/scan/16_speed.ipynb": {

@@ -125,7 +125,7 @@ def test_another_function_of_a_rule_is_another_kernel(tmp_path):
 import importlib.util, pathlib, sys
 sys.path.insert(0, "kernels")
 import aot
-from longhorn_kit.scan.triton_diagonal import DIAGONAL_RULE
+from longhorn_kit.scan.triton_diagonal_backward import DIAGONAL_RULE
 TEXT = "from triton.experimental import gluon\\n@gluon.jit\\ndef _next(S, k, eps, x, a):\\n    return S + (k * eps) * ("
 def rule(folder, rest):
     path = pathlib.Path(r"{tmp_path}", folder, "rules.py")
@@ -230,7 +230,7 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
 
 def test_inputs_begin_where_copies_can():
     "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
-    from longhorn_kit.scan.triton_diagonal import _aligned, _keys
+    from longhorn_kit.scan.triton_gluon import _aligned, _keys
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
     k = torch.randn(161, dtype=torch.bfloat16)[1:].view(1, 10, 16)
     for given, ready in ((x, _aligned(x, 4)), (k, _keys(k, 16))):

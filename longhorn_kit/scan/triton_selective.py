@@ -11,9 +11,10 @@ from dataclasses import replace
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from longhorn_kit.scan.triton_diagonal import (
-    LOG2E, Rule, _exp2, _fnma, _itself, _over_channels, _over_d, _over_n, _over_states, _rates_of, _reciprocal, _slope,
-    _weighed, diagonal_plan)
+from .triton_diagonal import diagonal_plan
+from .triton_diagonal_backward import _over_channels, _over_d, _over_n, _over_states, _slope
+from .triton_diagonal_forward import Rule, _itself, _rates_of, _weighed
+from .triton_gluon import LOG2E, _exp2, _fnma, _reciprocal
 from .triton_portable import PortablePlan
 
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-011
