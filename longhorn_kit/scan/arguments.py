@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -196,6 +197,30 @@ def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     for t in (first, *others):
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+
+# %% ../../nbs/machine/arguments.ipynb #arguments-known
+_PASSED = {} # forms of calls that passed every check and run Triton kernels on a GPU
+
+def call_form(*options, tensors=()) -> tuple | None:
+    "Return all that the checks of a call depend on, or None if they must be made again."
+    if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
+        return None
+    try:
+        form = (*options, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+        return form if hash(form) else None
+    except (AttributeError, TypeError): # not a tensor, or an option that is a list
+        return None
+
+def passed(form: tuple | None) -> bool:
+    "Return whether a call of this form passed its checks before."
+    return form is not None and form in _PASSED
+
+def remember(form: tuple | None, backend: str, first: Tensor):
+    "Note that a call passed its checks and that `backend` runs it."
+    if form is not None and backend == "triton" and first.is_cuda:
+        if len(_PASSED) > 4096:
+            _PASSED.clear()
+        _PASSED[form] = True
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n29
 def wants_gradient(

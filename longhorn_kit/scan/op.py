@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import (
-    bounds_for_kernels, check_arguments, check_choice, check_cu_seqlens, check_tensor, documented, kernel_obstacle,
-    transformed, wants_gradient)
+    bounds_for_kernels, call_form, check_arguments, check_choice, check_cu_seqlens, check_tensor, documented,
+    kernel_obstacle, passed, remember, transformed, wants_gradient)
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
     STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
@@ -77,11 +77,15 @@ def run_sequences(
 # %% ../../nbs/scan/15_op.ipynb #15_op-020b
 def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint):
     # `longhorn_scan`, or `selective_scan` given A; `rate` names b in errors.
-    check_choice("checkpoint", checkpoint, CHECKPOINTS)
-    lengths = check_cu_seqlens(cu_seqlens, q)
-    check_arguments("BT", rate, q, k, x, b, A, bias, D_skip, z, state, None if lengths is None else len(lengths))
-    backend = pick_backend(backend, q, k, x, b, A, bias, D_skip, z, state)
-    if backend == "triton":
+    tensors = (q, k, x, b, A, bias, D_skip, z, state)
+    call = None if cu_seqlens is not None else call_form(rate, form, backend, checkpoint, tensors=tensors)
+    if not (known := passed(call)):
+        check_choice("checkpoint", checkpoint, CHECKPOINTS)
+        lengths = check_cu_seqlens(cu_seqlens, q)
+        check_arguments("BT", rate, *tensors, None if lengths is None else len(lengths))
+        backend = pick_backend(backend, *tensors)
+        remember(call, backend, q)
+    if known or backend == "triton":
         from longhorn_kit.scan.triton_op import triton_scan
         out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state,
                           cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint)
