@@ -18,7 +18,8 @@ from torch.library import custom_op, register_autograd
 from .. import __version__
 from .arguments import in_range, traced
 from .chunked import once_only
-from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
+from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
+from .triton_portable_backward import portable_backward
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
 if not _obstacle:
