@@ -194,7 +194,8 @@ def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, keys=None, form="dia
 
 def portable_launches(form, checkpoint_every=None, packed=None, **shape):
     "Return what the portable forward and backward launch."
-    from longhorn_kit.scan.triton_portable import portable_backward, portable_forward, portable_plan
+    from longhorn_kit.scan.triton_portable import portable_forward, portable_plan
+    from longhorn_kit.scan.triton_portable_backward import portable_backward
 
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact, triton_portable
+from longhorn_kit.scan import triton_diagonal, triton_exact, triton_portable_backward
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import inputs, off, oracle
@@ -43,7 +43,7 @@ def test_sums_over_programs(form):
                  dA=new(slots, D, p.NP) if form == "s6" else None, dinitial=None)
     assert p.NP > N
     options = dict(scalar=False, drate=new(11, B * T) if form == "diagonal" else None)
-    got, want = (sums(p, *a.values(), *parts.values(), **options) for sums in (triton_portable._collect, collect))
+    got, want = (sums(p, *a.values(), *parts.values(), **options) for sums in (triton_portable_backward._collect, collect))
     assert got[4].dtype == torch.float64 and all(t is None or t.is_contiguous() for t in got)
     torch.testing.assert_close([t.float() for t in got if t is not None], [t for t in want if t is not None])
 

@@ -480,11 +480,11 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
 
 def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     "Launches of few programs give the bits of one launch."
-    from longhorn_kit.scan import triton_portable
+    from longhorn_kit.scan import triton_portable, triton_portable_backward
     torch.manual_seed(0)
     found = []
     for most in (2048, 3):
-        monkeypatch.setattr(triton_portable, "SCRATCHES", most)
+        monkeypatch.setattr(triton_portable_backward, "SCRATCHES", most)
         gen = torch.Generator("cpu").manual_seed(0)
         new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
         a = dict(q=new(2, 9, 40), k=new(2, 9, 40), x=new(2, 9, 70), dt=new(2, 9, 70))

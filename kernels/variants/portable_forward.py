@@ -16,7 +16,8 @@ import triton
 from triton.testing import do_bench
 
 from longhorn_kit.scan import triton_op
-from longhorn_kit.scan.triton_portable import portable_backward, portable_forward, portable_plan
+from longhorn_kit.scan.triton_portable import portable_forward, portable_plan
+from longhorn_kit.scan.triton_portable_backward import portable_backward
 
 BLOCKS = {"exact": (16, 32), "diagonal": (32, 64), "decoupled": (32, 64), "s6": (32, 64)}
 

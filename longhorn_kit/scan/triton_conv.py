@@ -17,9 +17,9 @@ from torch.library import custom_op, register_autograd
 
 from .arguments import in_range
 from .chunked import once_only
-from longhorn_kit.scan.triton_portable import (
-    INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, _sum_of_rows, clear_outside,
-    on_its_device)
+from .triton_portable import (
+    INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
+from .triton_portable_backward import _sum_of_rows
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit

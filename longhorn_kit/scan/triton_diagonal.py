@@ -15,8 +15,8 @@ from torch import Tensor
 from .triton_diagonal_backward import DIAGONAL_RULE, _diagonal_bwd_kernel
 from .triton_diagonal_forward import _diagonal_adjoint_kernel, _diagonal_carry_kernel, _diagonal_fwd_kernel
 from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
-from .triton_portable import (
-    PortablePlan, _cdiv, _collect, _empty, _has, _segment_owner, _wide_gradients, on_its_device)
+from .triton_portable import PortablePlan, _cdiv, _empty, _has, _segment_owner, on_its_device
+from .triton_portable_backward import _collect, _wide_gradients
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-063
 def _filled(programs, wave):

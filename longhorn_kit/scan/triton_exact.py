@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .triton_gluon import LOG2E, _adjacent, _at_most, _copy, _dot, _exp, _fnma, _held, _load
 from .triton_gluon import _mask, _reciprocal, _rows_apart, _store
 from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
-from .triton_portable import RULES, PortablePlan, _cdiv, _collect, _empty, _has, _wide_gradients, on_its_device
+from .triton_portable import RULES, PortablePlan, _cdiv, _empty, _has, on_its_device
+from .triton_portable_backward import _collect, _wide_gradients
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-007
 @gluon.jit

@@ -19,7 +19,8 @@ from .. import __version__
 from .arguments import in_range, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
-from .triton_portable import INTERPRETED, _empty, clear_outside, portable_backward, portable_forward, portable_plan
+from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
+from .triton_portable_backward import portable_backward
 
 _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
 if not _obstacle:
