@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import launch
 from .triton_diagonal_backward import DIAGONAL_RULE, _diagonal_bwd_kernel
 from .triton_diagonal_forward import _diagonal_adjoint_kernel, _diagonal_carry_kernel, _diagonal_fwd_kernel
 from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
@@ -65,13 +66,13 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     blocks = _cdiv(p.D, 32)
     carry, decay = (_empty(b)(p.slots, p.NP, p.D) for _ in range(2))
     packed, segment, vec = cu_seqlens is not None, (p.T, p.LS, p.per_sequence), _vector(p.D)
-    _diagonal_adjoint_kernel[(p.slots * blocks,)](
+    launch(_diagonal_adjoint_kernel, p.slots * blocks,
         b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
         *_steps(vec, b, z, drive), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
         **_has(bias=bias, z=z), PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16, enable_fp_fusion=False)
     blocks = _cdiv(p.NP * p.D, 128)
-    _diagonal_carry_kernel[(p.n_seq * blocks,)](
+    launch(_diagonal_carry_kernel, p.n_seq * blocks,
         carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP, **_has(edge=edge), REVERSE=reverse,
         PACKED=packed, num_warps=4, enable_fp_fusion=False)
     return carry
@@ -95,7 +96,7 @@ def diagonal_forward(
     carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
     one_stride = _one_stride(p.D, x, b, z)
     p = p if one_stride or p.BD < 128 else replace(p, BD=32) # separate strides need registers; 128 channels leave none
-    _diagonal_fwd_kernel[(p.slots * p.blocks,)](
+    launch(_diagonal_fwd_kernel, p.slots * p.blocks,
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,
         BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, **_has(bias=bias, skip=skip, z=z, h0=h0),
@@ -121,7 +122,7 @@ def diagonal_backward(
     dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens)
     carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
-    _diagonal_bwd_kernel[(p.slots * p.blocks,)](
+    launch(_diagonal_bwd_kernel, p.slots * p.blocks,
         xa, ba, xa if z is None else za, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(vec, xa, ba, za, ga), RULE=p.rule,

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-007
 DIAGONAL, EXACT, DECOUPLED, S6, S6_TIMED = (tl.constexpr(i) for i in range(5))
 RULES = {"diagonal": 0, "exact": 1, "decoupled": 2, "s6": 3, "s6_time_varying": 4}
@@ -259,15 +261,15 @@ def _cdiv(a, b):
     return -(-a // b) # triton.cdiv, which kernels can call too, takes Python longer
 
 
-def on_its_device(launch: Callable) -> Callable:
-    "Make the GPU of the first tensor the current one in `launch`: Triton starts kernels there."
-    @functools.wraps(launch)
+def on_its_device(run: Callable) -> Callable:
+    "Make the GPU of the first tensor the current one in `run`: Triton starts kernels there."
+    @functools.wraps(run)
     def guarded(*args, **kwargs):
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return launch(*args, **kwargs)
+            return run(*args, **kwargs)
         with torch.cuda.device(device):
-            return launch(*args, **kwargs)
+            return run(*args, **kwargs)
     return guarded
 
 
@@ -373,7 +375,8 @@ def clear_outside(
     for t in tensors:
         if t is not None and t.dim() == 3 and t.numel():
             _, T, D = t.shape
-            _clear_kernel[(_cdiv(T, 16),)](t, cu_seqlens, len(cu_seqlens) - 1, T, D, ROWS=16, COLUMNS=128, num_warps=4)
+            launch(_clear_kernel, _cdiv(T, 16), t, cu_seqlens, len(cu_seqlens) - 1, T, D, ROWS=16, COLUMNS=128,
+                   num_warps=4)
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(
@@ -384,7 +387,7 @@ def portable_tokens(
     A = A if plan.width == 3 else None
     if plan.rows:
         block = max(1, 512 // plan.NP)
-        _token_kernel[(_cdiv(plan.rows, block),)](
+        launch(_token_kernel, _cdiv(plan.rows, block),
             k, q, k if A is None else A, tok, kk, plan.rows, plan.T, plan.N, *_strides(k, q, A), NP=plan.NP,
             ROWS=block, WIDTH=plan.width, num_warps=4)
     return tok, kk
@@ -412,7 +415,7 @@ def portable_forward(
     owner = _segment_owner(p, cu_seqlens)
     carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
     for mode in (1, 2) if p.segmented else (0,):
-        _scan_fwd_kernel[(p.slots * p.blocks,)](
+        launch(_scan_fwd_kernel, p.slots * p.blocks,
             tok, kk, x, b, z if z is not None else x, A if A is not None else x, bias, skip, first, cu_seqlens,
             owner, out, ckpt, final, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.D // p.pair, p.N, p.blocks,
             *_strides(x, b, z), RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.kept, U=p.group, PAIR=p.pair,
@@ -436,6 +439,6 @@ def _stored(dtype):
 
 def _carry(p, carry, decay, edge, cu_seqlens, reverse):
     blocks = _cdiv(p.N * p.D, 256)
-    _carry_kernel[(p.n_seq * blocks,)](
+    launch(_carry_kernel, p.n_seq * blocks,
         carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256, **_has(edge=edge),
         REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .triton_portable import (
     DECOUPLED, DIAGONAL, EXACT, PortablePlan, RULES, S6, S6_TIMED, on_its_device, portable_tokens, _across,
     _advance, _carry, _cdiv, _contiguous, _empty, _exp_minus, _gate, _has, _last_contiguous, _load_group,
@@ -343,7 +344,8 @@ def _sum_of_rows(parts, dtype, turned=False):
     W, D = shape if turned else (1, shape.numel())
     out = torch.empty(shape[::-1] if turned else shape, device=parts.device, dtype=_stored(dtype))
     if out.numel():
-        _rows_kernel[(_cdiv(W * D, 32),)](parts, out, len(parts), W, D, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+        launch(_rows_kernel, _cdiv(W * D, 32), parts, out, len(parts), W, D, ROWS=64, COLUMNS=32,
+               enable_fp_fusion=False)
     return out.to(dtype)
 
 
@@ -354,7 +356,7 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
     if p.rows:
         columns = triton.next_power_of_2(p.width * p.NP)
         block = max(1, 128 // columns) # of one warp: with two, the compiler saves registers and waits for each load
-        _sum_kernel[(_cdiv(p.rows, block),)](
+        launch(_sum_kernel, _cdiv(p.rows, block),
             dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
             NP=p.NP, WIDTH=p.width, ROWS=block, COLUMNS=columns, num_warps=1, enable_fp_fusion=False)
     if A is not None:
@@ -373,7 +375,7 @@ def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
     cut = replace(p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each)
     chunks = p.T // p.C + p.n_seq if packed else p.n_seq * _cdiv(p.T, p.C)
     dense, owner = _empty(x)(chunks, p.N, p.D), _segment_owner(cut, cu_seqlens)
-    _scan_fwd_kernel[(cut.slots * cut.blocks,)](
+    launch(_scan_fwd_kernel, cut.slots * cut.blocks,
         tok, kk, x, b, x, x if A is None else A, bias, None, None, cu_seqlens, owner, None, dense, None, kept, None,
         cut.T, cut.LS, cut.per_sequence, cut.D, cut.D // cut.pair, cut.N, cut.blocks, *_strides(x, b, None),
         RULE=p.rule, MODE=3, NP=p.NP, BD=p.BD, C=p.C, U=p.group, PAIR=cut.pair, WIDTH=p.width, B_SCALAR=scalar,
@@ -419,12 +421,12 @@ def portable_backward(
         flags = dict(RULE=p.rule, NP=p.NP, BD=p.BD, C=p.C, WIDTH=p.width, B_SCALAR=scalar, PACKED=packed,
                      num_warps=p.warps, **_has(bias=bias, z=z))
         if p.segmented:
-            _adjoint_kernel[(programs,)](
+            launch(_adjoint_kernel, programs,
                 tok, kk, b, zz, dout, AA, bias, cu_seqlens, owner, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.N,
                 p.blocks, *_strides(b, z, dout), U=min(p.C, 8), **flags)
             _carry(p, carry, decay, dfinal, cu_seqlens, reverse=True)
         for first in range(0, programs, max(1, most)):
-            _scan_bwd_kernel[(min(most, programs - first),)](
+            launch(_scan_bwd_kernel, min(most, programs - first),
                 tok, kk, x, b, zz, dout, AA, bias, skip, dfinal, cu_seqlens, owner, ckpt, carry, scratch,
                 dx, db, dz, dtok, dbias, dskip, dA, dinitial, p.T, p.LS, p.per_sequence, p.D, p.N, p.blocks, p.rows,
                 *_strides(x, b, z, dout), first, MODE=2 if p.segmented else 0, IN_REGISTERS=p.in_registers, **flags,
