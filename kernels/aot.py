@@ -214,8 +214,9 @@ def fast_launches(form, packed=None, backward=True, **shape):
     from longhorn_kit.scan.triton_selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
-    module = importlib.import_module(f"longhorn_kit.scan.triton_{name}")
-    plan, run_forward, run_backward = (getattr(module, f"{name}_{part}") for part in ("plan", "forward", "backward"))
+    pages = [importlib.import_module(f"longhorn_kit.scan.triton_{name}{way}") for way in ("", "_backward")]
+    plan, run_forward, run_backward = (next(getattr(page, f"{name}_{part}") for page in pages if hasattr(page, f"{name}_{part}"))
+                                       for part in ("plan", "forward", "backward"))
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
     if form in SELECTIVE:

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact, triton_portable_backward
+from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_portable_backward
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import inputs, off, oracle
@@ -27,7 +27,7 @@ def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
 
 @pytest.fixture(autouse=True)
 def collected_in_pytorch(monkeypatch):
-    for module in (triton_diagonal, triton_exact):
+    for module in (triton_diagonal, triton_exact_backward):
         monkeypatch.setattr(module, "_collect", collect)
 
 
@@ -35,7 +35,7 @@ def collected_in_pytorch(monkeypatch):
 def test_sums_over_programs(form):
     "The kernels' own sums against PyTorch's, with states that are only there to fill a block."
     B, T, D, N, slots = 2, 5, 6, 3, 70
-    p = next(iter(kernels(form)))(B, T, D, N)
+    p = kernels(form)[0](B, T, D, N)
     new = torch.randn
     a = dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), z=None, bias=new(D).double(), skip=new(D),
              A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form))
@@ -52,8 +52,9 @@ def kernels(form):
     "Plan, forward and backward."
     if form in ("s6", "s6_time_varying", "decoupled"):
         return partial(selective_plan, form), triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
-    module = dict(diagonal=triton_diagonal, exact=triton_exact)[form]
-    return (getattr(module, f"{form}_{name}") for name in ("plan", "forward", "backward"))
+    if form == "exact":
+        return triton_exact.exact_plan, triton_exact.exact_forward, triton_exact_backward.exact_backward
+    return triton_diagonal.diagonal_plan, triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
 
 
 def scanned(form, a, dout, dfinal, bounds=None, **plan):

@@ -196,7 +196,7 @@ DERIVED = { # page -> number as written -> the formula, which has to give it
     "nbs/scan/13_triton_diagonal.ipynb": {
         "23 %": lambda: small_memory("S1", "diagonal"), "19 %": lambda: small_memory("S2", "diagonal"), "24 %": lambda: small_memory("S3", "diagonal")},
     "nbs/machine/triton_diagonal_backward.ipynb": {"57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
-    "nbs/machine/triton_exact.ipynb": {
+    "nbs/machine/triton_exact_backward.ipynb": {
         "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
     "nbs/scan/16_speed.ipynb": {
         "3.06 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1), "26.5 %": lambda: small_memory("S3", "exact"),

@@ -15,12 +15,13 @@ import triton
 from triton.testing import do_bench
 
 from shared import SHAPES, inputs
-from longhorn_kit.scan import triton_exact
+from longhorn_kit.scan import triton_exact, triton_exact_backward
 
 RINGS = dict(forward=(3, 4, 5, 6, 8), backward=(2, 3, 4))
 # also rows that do not start at a sector of memory, and copies of 8 bytes
 SIZES = SHAPES | {f"S1, D={D}": (*SHAPES["S1"][:2], D, 16) for D in (2040, 2044)}
-default_ring = triton_exact._ring
+modules = dict(forward=triton_exact, backward=triton_exact_backward)
+default_ring = {way: module._ring for way, module in modules.items()}
 
 
 def run(shape, rings, few):
@@ -29,14 +30,16 @@ def run(shape, rings, few):
     a, _, dout, _ = inputs(B, T, D, N, "exact")
     plans = [triton_exact.exact_plan(B, T, D, N, None, way, few=few) for way in ("forward", "backward")]
     def with_ring(f):
-        triton_exact._ring = lambda plan, direction="forward": rings.get(direction) or default_ring(plan, direction)
+        for way, module in modules.items():
+            module._ring = lambda plan, way=way: rings.get(way) or default_ring[way](plan)
         try:
             return f()
         finally:
-            triton_exact._ring = default_ring
+            for way, module in modules.items():
+                module._ring = default_ring[way]
     forward = lambda: with_ring(lambda: triton_exact.exact_forward(plans[0], *a.values(), None, None))
     ckpt = forward()[2]
-    backward = lambda: with_ring(lambda: triton_exact.exact_backward(plans[1], dout, None, ckpt, *a.values(), None))
+    backward = lambda: with_ring(lambda: triton_exact_backward.exact_backward(plans[1], dout, None, ckpt, *a.values(), None))
     return forward, backward
 
 

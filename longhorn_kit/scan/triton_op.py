@@ -26,7 +26,8 @@ _obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not
 if not _obstacle:
     try:
         from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan
-        from longhorn_kit.scan.triton_exact import exact_backward, exact_forward, exact_plan, exact_takes
+        from longhorn_kit.scan.triton_exact import exact_forward, exact_plan, exact_takes
+        from longhorn_kit.scan.triton_exact_backward import exact_backward
         from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
     except Exception as error: # Gluon is experimental: another Triton may have moved any part of it
         _obstacle = f"with triton {triton.__version__} they cannot be imported ({type(error).__name__}: {error})"
