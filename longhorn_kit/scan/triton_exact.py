@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from .launch import launch
 from .triton_gluon import LOG2E, _copy, _dot, _fnma, _held, _load
 from .triton_gluon import _mask, _reciprocal, _rows_apart, _store
 from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
@@ -423,7 +424,7 @@ def exact_forward(
         p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip))
     out, final = new(*(x.shape if read else (0,)), dtype=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt = new(p.chunks if save else 0, p.D, p.NP)
-    kernel = _exact_fwd_kernel[(p.n_seq * p.blocks,)](
+    kernel = launch(_exact_fwd_kernel, p.n_seq * p.blocks,
         x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
         *_steps(vec, x, b, z), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save, READ=read,
         **_has(bias=bias, skip=skip if read else None, z=z, h0=h0), PACKED=packed,

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from .launch import launch
 from .triton_exact import _add_product, _add_products, _and, _bounds, _columns, _copy_chunk, _first_channel
 from .triton_exact import _from_columns, _halves, _leave_to_cache, _pair, _split, _substitute, _take_out
 from .triton_gluon import _adjacent, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store
@@ -393,7 +394,7 @@ def exact_backward(
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.n_seq, p.D), new(p.n_seq, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
-    kernel = _exact_bwd_kernel[(p.n_seq * p.blocks,)](
+    kernel = launch(_exact_bwd_kernel, p.n_seq * p.blocks,
         xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
         dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
         *_steps(vec, xa, ba, za, ga), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p),
