@@ -48,24 +48,24 @@ def changed(state: Tensor) -> Tensor:
 _COMPILED = {} # by kernel, GPU and assumptions: the compiled kernel, its options in order, and what the key names by id
 
 
-def _assumed(value):
-    # What Triton's compiler assumes about an argument, or finer.
-    if type(value) is int:
-        return (value % 16 == 0) + 2 * (value == 1) + 4 * (value >= 2**31)
-    return None if value is None else (value.dtype, value.data_ptr() % 16 == 0)
+def _assumed(args):
+    # What Triton's compiler assumes about each argument, or finer.
+    return [a if type(a) is int or a is None else (a.dtype, a.data_ptr() % 16 == 0) for a in args]
 
 
-def _named(option):
-    return option if type(option) in (int, bool, type(None)) else id(option)
+def _named(options):
+    return [o if type(o) in (int, bool, type(None)) else id(o) for o in options]
 
 
 def launch(kernel: Any, programs: int, *args: Tensor | int | None, **options: Any) -> Any:
     "Start a Triton kernel on the current GPU, which has the tensors; return it as compiled. The first is a tensor."
     if not args[0].is_cuda or torch.version.hip is not None:
         return kernel[(programs,)](*args, **options)
-    key = (id(kernel), torch.cuda.current_device(), *map(_assumed, args), *map(_named, options.values()))
+    key = (id(kernel), torch.cuda.current_device(), *_assumed(args), *_named(options.values()))
     known = _COMPILED.get(key)
     if known is None:
+        if len(_COMPILED) > 4096: # many lengths: Triton still has the kernels
+            _COMPILED.clear()
         compiled = kernel[(programs,)](*args, **options)
         _COMPILED[key] = compiled, [options[name] for name in kernel.arg_names[len(args):]], kernel, options
     else:

@@ -174,11 +174,14 @@ def _vector(D):
 
 def _aligned(t, vec):
     # t or a clone, rows a multiple of `vec` elements apart and the first at a multiple of 16 bytes: for wide loads.
-    good = t.stride(-1) == 1 and t.stride(0) % vec == 0 and t.stride(1) % vec == 0 and t.data_ptr() % 16 == 0
+    batch, row, column = t.stride()
+    good = column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0
     return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
 
 
 def _keys(t, N):
+    if t.shape[-1] == N and t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
     return _aligned((torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else t).contiguous(), 1)
 
 

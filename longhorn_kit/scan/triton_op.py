@@ -258,7 +258,7 @@ def _gradients(ctx, dout, dfinal, _):
     straight = in_eager(dout, dfinal) and not torch.is_grad_enabled()
     backward = _run_backward if straight else torch.ops.longhorn_kit.scan_backward.default
     grads = backward(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every, *ctx.rest[1:])
-    grads = [None if t is None else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
+    grads = [None if t is None else g if g.dtype == t.dtype else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
     return (*grads, *[None] * (4 + len(ctx.rest)))
 
 

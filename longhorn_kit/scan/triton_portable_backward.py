@@ -326,11 +326,11 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
         tl.store(dA_ptr + o, total.to(dA_ptr.dtype.element_ty), mask=there & (part == 2))
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-035
-@triton.jit(do_not_specialize=["rows", "W", "D"])
-def _rows_kernel(parts_ptr, out_ptr, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums over the rows of (rows,W,D) in a fixed order, as (D,W).
+@triton.jit
+def _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Sums over the rows of (rows,W,D) in a fixed order, as (D,W): a block of columns.
     M = W * D
-    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    c = block * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
@@ -338,15 +338,46 @@ def _rows_kernel(parts_ptr, out_ptr, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(out_ptr + c % D * W + c // D, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M)
 
 
+@triton.jit(do_not_specialize=["rows", "W", "D", "blocks"])
+def _rows_kernel(parts_ptr, out_ptr, more_ptr, more_out_ptr, rows, W, D, blocks,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Sums of one or two tensors of parts.
+    block = tl.program_id(0)
+    if block < blocks:
+        _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS, COLUMNS)
+    elif more_ptr is not None:
+        _sum_columns(more_ptr, more_out_ptr, block - blocks, rows, W, D, ROWS, COLUMNS)
+
+
 def _sum_of_rows(parts, dtype, turned=False):
     # `parts.sum(0).to(dtype)` (`turned`: its transpose) of contiguous parts in one launch; PyTorch makes up to three.
     shape = parts.shape[1:]
     W, D = shape if turned else (1, shape.numel())
     out = torch.empty(shape[::-1] if turned else shape, device=parts.device, dtype=_stored(dtype))
-    if out.numel():
-        launch(_rows_kernel, _cdiv(W * D, 32), parts, out, len(parts), W, D, ROWS=64, COLUMNS=32,
-               enable_fp_fusion=False)
+    _start_sums(parts, out, None, None, W, D)
     return out.to(dtype)
+
+
+def _start_sums(parts, out, more, more_out, W, D):
+    blocks = _cdiv(W * D, 32)
+    if blocks:
+        launch(_rows_kernel, blocks if more is None else 2 * blocks, parts, out, more, more_out, parts.shape[0], W, D,
+               blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+
+
+def _sums_of_rows(dbias, bias, dskip, skip):
+    # The gradients of bias and skip (D,), each None if its input is; both in one launch.
+    if bias is None or skip is None:
+        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype)
+        return each(dbias, bias), each(dskip, skip)
+    one, two = (torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype)) for t in (bias, skip))
+    _start_sums(dbias, one, dskip, two, 1, dbias.shape[1])
+    return _as(one, bias), _as(two, skip)
+
+
+def _as(t, like):
+    # t in the dtype of another tensor; `to` takes longer to find that there is nothing to do.
+    return t if t.dtype == like.dtype else t.to(like.dtype)
 
 
 def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
@@ -362,10 +393,8 @@ def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA
     if A is not None:
         dA = _sum_of_rows(dA, A.dtype)[..., : p.N].contiguous() if p.width == 2 else dA_t.to(A.dtype)
     db = db.sum(-1, keepdim=True) if scalar else db
-    return (dq.to(q.dtype), dk.to(k.dtype), dx.to(x.dtype), db.to(b.dtype),
-            None if bias is None else _sum_of_rows(dbias, bias.dtype),
-            None if skip is None else _sum_of_rows(dskip, skip.dtype),
-            None if z is None else dz.to(z.dtype), dA, dinitial)
+    return (_as(dq, q), _as(dk, k), _as(dx, x), _as(db, b), *_sums_of_rows(dbias, bias, dskip, skip),
+            None if z is None else _as(dz, z), dA, dinitial)
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-037
 def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
