@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .baselines import time_step_bias
 from .mixer import bias_apart
 from .vision_timm import VisionTools, register_models, timm
-from ..scan.arguments import documented
+from ..scan.arguments import documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
 
@@ -32,7 +32,7 @@ def vision_scan(
     scan: str,        # a name in `SCANS`
 ) -> Tensor:          # (B,T,D)
     "Run the scan called `scan`, with its skip."
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
         return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip).contiguous()
@@ -44,7 +44,7 @@ def vision_scan(
 @torch.jit.ignore
 def vision_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor: # (B,T,D), (D,1,W), (D,) -> (B,T,D) contiguous
     "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
-    plain = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    plain = exporting() or torch.jit.is_tracing()
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011

@@ -118,6 +118,10 @@ def traced() -> bool:
     "Return whether a compiler traces or a CUDA graph records: no tensor can be read then."
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
+def exporting() -> bool:
+    "Return whether `torch.export` traces; in PyTorch 2.11 `is_exporting` is also True while `torch.compile` does."
+    return torch.compiler._is_exporting_flag
+
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
 _READ = WeakIdKeyDictionary() # bounds that were read: version and values
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .arguments import in_range, outside
+from .arguments import exporting, in_range, outside
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
 from .reference import no_autocast, skip_and_gate, widened
 
@@ -220,7 +220,7 @@ MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
     "Return the steps per chunk: 32 for the exact form, else 8 to 64 for about 3 MB of float32."
-    if torch.compiler.is_exporting(): # the sizes may be symbols, and a comparison would fix them
+    if exporting(): # the sizes may be symbols, and a comparison would fix them
         return 32 if form == "exact" else 16
     steps = 32 if form == "exact" else min(64, max(8, 3 * 2**18 // max(1, B * D * N)))
     return max(1, min(steps, T))
@@ -322,7 +322,7 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    chunk, keep = chunk or chunk_length(form, *x.shape, k.shape[-1]), learns and not torch.compiler.is_exporting()
+    chunk, keep = chunk or chunk_length(form, *x.shape, k.shape[-1]), learns and not exporting()
     scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
     y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .arguments import in_range, traced
+from .arguments import exporting, in_range, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
@@ -288,7 +288,7 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
     if in_eager(*tensors, cu_seqlens):
         scan, save, kernels = _differentiable if learns else _run, learns, ""
     else: # by name: see `triton_conv`
-        scan, save = torch.ops.longhorn_kit.scan.default, learns and not torch.compiler.is_exporting()
+        scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
         kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
     return out, final
