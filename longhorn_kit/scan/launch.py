@@ -61,7 +61,7 @@ def launch(kernel: Any, programs: int, *args: Tensor | int | None, **options: An
     "Start a Triton kernel on the current GPU, which has the tensors; return it as compiled. The first is a tensor."
     if not args[0].is_cuda or torch.version.hip is not None:
         return kernel[(programs,)](*args, **options)
-    key = (id(kernel), torch.cuda.current_device(), *_assumed(args), *_named(options.values()))
+    key = id(kernel), torch.cuda.current_device(), *options, *_named(options.values()), *_assumed(args)
     known = _COMPILED.get(key)
     if known is None:
         if len(_COMPILED) > 4096: # many lengths: Triton still has the kernels

@@ -15,7 +15,7 @@ from torch import Tensor
 from .launch import launch
 from .triton_diagonal_backward import DIAGONAL_RULE, _diagonal_bwd_kernel
 from .triton_diagonal_forward import _diagonal_adjoint_kernel, _diagonal_carry_kernel, _diagonal_fwd_kernel
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
+from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _vector, _wide_rate
 from .triton_portable import PortablePlan, _cdiv, _empty, _has, _segment_owner, on_its_device
 from .triton_portable_backward import _collect, _wide_gradients
 
@@ -102,7 +102,7 @@ def diagonal_forward(
         BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, **_has(bias=bias, skip=skip, z=z, h0=h0),
         PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride,
         num_warps=p.warps, enable_fp_fusion=False)
-    return out, final[..., : p.N].contiguous(), ckpt
+    return out, _unpadded(final, p.N), ckpt
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-074
 @on_its_device
@@ -130,4 +130,4 @@ def diagonal_backward(
         PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
-                    dinitial[..., : p.N].contiguous(), scalar, drate)
+                    _unpadded(dinitial, p.N), scalar, drate)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .launch import launch
 from .triton_gluon import LOG2E, _copy, _dot, _fnma, _held, _load
 from .triton_gluon import _mask, _reciprocal, _rows_apart, _store
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
+from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _vector, _wide_rate
 from .triton_portable import RULES, PortablePlan, _cdiv, _empty, _has, on_its_device
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-007
@@ -433,4 +433,4 @@ def exact_forward(
         enable_fp_fusion=False)
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 6)
-    return out, final[..., : p.N].contiguous(), ckpt
+    return out, _unpadded(final, p.N), ckpt

@@ -15,7 +15,7 @@ from .launch import launch
 from .triton_exact import _add_product, _add_products, _and, _bounds, _columns, _copy_chunk, _first_channel
 from .triton_exact import _from_columns, _halves, _leave_to_cache, _pair, _split, _substitute, _take_out
 from .triton_gluon import _adjacent, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _wide_rate
+from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _wide_rate
 from .triton_portable import PortablePlan, _empty, _has, on_its_device
 from .triton_portable_backward import _collect, _wide_gradients
 
@@ -404,4 +404,4 @@ def exact_backward(
     if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
         _leave_to_cache(kernel, 5)
     return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
-                    dinitial[..., : p.N].contiguous(), scalar)
+                    _unpadded(dinitial, p.N), scalar)

@@ -185,6 +185,11 @@ def _keys(t, N):
     return _aligned((torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else t).contiguous(), 1)
 
 
+def _unpadded(t, N):
+    # States without the coordinates that the kernels added.
+    return t if t.shape[-1] == N else t[..., :N].contiguous()
+
+
 def _wide_rate(b, x):
     return b if b.shape[-1] == x.shape[-1] else b.expand_as(x).contiguous()
 

@@ -416,8 +416,10 @@ SCRATCHES = 2048 # programs of a launch that keep states in memory: 1 GiB with 1
 
 def _wide_gradients(x, b, z, scalar):
     # Memory (B,T,D) for the gradients of x, b (before a sum over channels) and z.
-    dtypes = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
-    return [None if dtype is None else _empty(x)(*x.shape, dtype=_stored(dtype)) for dtype in dtypes]
+    kinds = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
+    if x.is_contiguous(): # the quickest way
+        return [None if kind is None else torch.empty_like(x, dtype=_stored(kind)) for kind in kinds]
+    return [None if kind is None else _empty(x)(*x.shape, dtype=_stored(kind)) for kind in kinds]
 
 
 @on_its_device
