@@ -7,7 +7,7 @@ import torch
 from scan_cases import DEVICE, captured, error
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_conv, triton_step as step_module
-from longhorn_kit.scan.op import FORMS, longhorn_step
+from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
@@ -75,6 +75,53 @@ def test_optional_arguments_left_out_and_strided_rows():
         assert error(out, want[:, 0]) < 1e-6 and error(after, last) < 1e-6
 
 
+def a_pool(*size, dtype, apart):
+    "Seven states, each contiguous, next to one another or one layer of two."
+    layers = torch.randn(7, 2 if apart else 1, *size, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    return layers[:, -1]
+
+
+def assert_pool_steps(backend, rule, D=5, N=3, dtype=torch.float32, state=torch.float32, slots=(4, -1, 0, 7, 6), apart=True, graph=False):
+    "Steps of both kinds by slot are steps of the rows alone, bit for bit; nothing else is read or written."
+    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
+    a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
+    now, (weight, c) = at(a, 0), torch.randn(2, D, 4, device=DEVICE)
+    pool, past = a_pool(D, N, dtype=state, apart=apart), a_pool(D, 3, dtype=state, apart=apart)
+    real, before = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7], (pool.clone(), past.clone())
+    for t in [now[n] for n in "qkxbz"]:
+        t[[i for i in range(len(slots)) if i not in real]] = float("nan")
+
+    def run(rows, states, pasts, **options):
+        x, z, q, k, b = [now[n][rows] for n in "xzqkb"]
+        A = now["A"] if rule == "s6" or now["A"] is None else now["A"][rows]
+        conv = causal_conv1d_step(x, pasts, weight, c[:, 0], backend="torch" if backend == "reference" else backend, **options)
+        step = (dict(form=rule), longhorn_step, ()) if A is None else ({}, selective_step, (A,))
+        return conv, step[1](q, k, x, b, *step[2], states, now["bias"], now["skip"], z, backend=backend, **step[0], **options)
+
+    (y, windows), (out, states) = run(real, pool[slots[real].long()], past[slots[real].long()])
+    assert windows.dtype == states.dtype == state and y.dtype == out.dtype == dtype
+    every = slice(None)
+    step = lambda: run(every, pool, past, inplace=True, state_indices=slots)
+    if graph:
+        recorded, found = captured(step)
+        for t, kept in zip((pool, past), before):
+            t.copy_(kept)
+        recorded.replay()
+    else:
+        found = step()
+    for (got, same), given, kept, value, after in zip(found, (past, pool), before[::-1], (y, out), (windows, states)):
+        want, changed = torch.zeros_like(got), kept.clone()
+        want[real], changed[slots[real].long()] = value, after
+        assert same is given and torch.equal(got, want) and torch.equal(given, changed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule, options", [*((rule, {}) for rule in RULES), ("diagonal", dict(state=torch.bfloat16, dtype=torch.bfloat16)),
+    ("exact", dict(state=torch.float16, apart=False)), ("s6", dict(slots=(-1, -5, 2**30))), ("diagonal", dict(slots=(3,), D=40, N=17))])
+def test_steps_by_slot(rule, options, backend):
+    assert_pool_steps(backend, rule, **options)
+
+
 def assert_conv_steps(B, T, D, W, inplace, dtype=torch.float32, bias=True, first=True, backend="auto", activation="silu"):
     "Steps of the convolution, in place where `inplace(t)`, are the convolution."
     x, weight, c = torch.randn(B, T, D, device=DEVICE).to(dtype), torch.randn(D, W, device=DEVICE), torch.randn(D, device=DEVICE) if bias else None
@@ -122,6 +169,7 @@ def test_operations_are_well_formed():
     checks = ("test_schema", "test_faketensor")
     for op in (step_module._step, step_module._step_):
         torch.library.opcheck(op, args, test_utils=checks)
+    torch.library.opcheck(step_module._step_, (*args, torch.tensor([-1], device=DEVICE)), test_utils=checks)
     conv = (n["x"], torch.randn(1, 3, 3, device=DEVICE), torch.randn(3, 4, device=DEVICE), None, True)
     for op in (triton_conv._step, triton_conv._step_):
         torch.library.opcheck(op, conv, test_utils=checks)
@@ -184,6 +232,15 @@ def test_kernels_compile_for_hopper_and_other_targets(arguments):
 @pytest.mark.parametrize("rule", RULES)
 def test_gpu_parity(rule, B, D, N, dtype):
     assert_steps(B, D, N, rule, dtype=dtype, T=4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", (False, True))
+@pytest.mark.parametrize("state", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_steps_by_slot(rule, state, graph):
+    for D, N in ((4096, 16), (129, 5)):
+        assert_pool_steps("triton", rule, D, N, torch.bfloat16, state, graph=graph)
 
 
 @pytest.mark.cuda

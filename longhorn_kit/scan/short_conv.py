@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, documented, kernel_obstacle, traced, transformed,
+    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle, traced, transformed,
     wants_gradient)
-from .op import run_sequences
+from .op import run_sequences, step_slots
 from .reference import no_autocast
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
@@ -97,15 +97,19 @@ def causal_conv1d_step(
     *,
     activation: str | None = "silu", # "silu" (or "swish"), or None
     inplace: bool = False, # shift `state` itself instead of making a new one
+    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,W-1), in place only; -1 for padding
     backend: str = "auto", # "auto", "triton" or "torch"
 ) -> tuple[Tensor, Tensor]:
-    """Run one decode step: `(y_t (B,D), next state (B,D,W-1))`.
+    """Run one decode step: `(y_t (B,D) in x_t.dtype, next state (B,D,W-1) in state.dtype)`.
 
-    The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only."""
-    weight = check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state)
+    The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only.
+    `state_indices` picks states from a pool as in `longhorn_step`."""
+    weight = check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state,
+                        check_slots(state_indices, x_t, state, inplace))
     learns = wants_gradient("causal_conv1d_step", inplace, backend, x_t, state, weight, bias)
     if pick_conv_backend("torch" if learns else backend, x_t, weight, bias, state) == "triton":
         from longhorn_kit.scan.triton_conv import triton_conv_step
-        return triton_conv_step(x_t, state, weight, bias, activation, inplace)
-    y, after = torch_conv(x_t[:, None], weight, bias, state, activation)
-    return y[:, 0], state.copy_(after) if inplace else after
+        return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
+    one = lambda cut, past: torch_conv(cut[0][:, None], weight, bias, past, activation)
+    y, after = one((x_t,), state) if state_indices is None else step_slots(one, (x_t,), state, state_indices)
+    return y[:, 0], state.copy_(after) if inplace else after.to(state.dtype)

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-004
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch.library import custom_op, register_autograd
 
 from .arguments import in_range
 from .chunked import once_only
+from .launch import changed, in_eager, launch
 from .triton_portable import (
     INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
 from .triton_portable_backward import _sum_of_rows
@@ -268,27 +269,56 @@ def _conv_bwd_state_kernel(
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020
 @triton.jit
-def _conv_step_kernel(x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, D, ND, sx_b,
-                      W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, HAS_BIAS: tl.constexpr):
-    # One step of BD channels of one sequence; `after` may be `past` itself.
-    pid = tl.program_id(0)
-    batch = (pid // ND).to(tl.int64)
-    d = (pid % ND) * BD + tl.arange(0, BD)
+def _conv_step_kernel(
+        x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, slot_ptr, D, ND, SLOTS, sx, s_past, s_after,
+        W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+        HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+    # One step of BD channels of R sequences; `after` may be `past` itself.
+    if PDL: # the next kernel may start now; this one waits for the kernel before it
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = (tl.program_id(0) // ND).to(tl.int64) * R
+    d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     md = d < D
-    state = (batch * D + d) * (W - 1)
-    window = ()
-    for p in tl.static_range(W - 1):
-        window = window + (tl.load(past_ptr + state + p, mask=md, other=0.0).to(tl.float32),)
-    window = window + (tl.load(x_ptr + batch * sx_b + d, mask=md, other=0.0).to(tl.float32),)
+    windows, places, masks = (), (), ()
+    for r in tl.static_range(R):
+        slot, m = first + r, md
+        if slot_ptr is not None:
+            slot = tl.load(slot_ptr + first + r).to(tl.int64)
+            m = md & (slot >= 0) & (slot < SLOTS)
+        at = slot * s_past + d * (W - 1)
+        for p in tl.static_range(W - 1):
+            windows = windows + (tl.load(past_ptr + at + p, mask=m, other=0.0).to(tl.float32),)
+        x = tl.load(x_ptr + (first + r) * sx + d, mask=md, other=0.0)
+        windows = windows + (x.to(tl.float32),)
+        places, masks = places + (slot * s_after + d * (W - 1),), masks + (m,)
+    w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    y = _filter(window, _taps(w_ptr, d, md, W), bias, W)
-    if SILU:
-        y = y * _sigmoid(y)
-    tl.store(y_ptr + batch * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
-    for p in tl.static_range(W - 1):
-        tl.store(after_ptr + state + p, window[p + 1].to(after_ptr.dtype.element_ty), mask=md)
+    for r in tl.static_range(R):
+        window = windows[r * W:(r + 1) * W]
+        y = _filter(window, w, bias, W)
+        if SILU:
+            y = y * _sigmoid(y)
+        if slot_ptr is not None:
+            y = tl.where(masks[r], y, 0.0)
+        tl.store(y_ptr + (first + r) * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
+        for p in tl.static_range(W - 1):
+            tl.store(after_ptr + places[r] + p, window[p + 1].to(after_ptr.dtype.element_ty), mask=masks[r])
+
+# %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020c
+@cache
+def overlapped(device: torch.device) -> dict:
+    "Return the options of a launch that may start while the kernel before it ends, if the GPU knows how."
+    known = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+    return dict(PDL=True, launch_pdl=True) if known else dict(PDL=False)
+
+
+def written_directly(state: Tensor) -> bool: # (rows,D,n)
+    "Return whether a kernel can update the rows of a state in place: each is contiguous, and the dtype can be stored."
+    packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
+    return packed and not (INTERPRETED and state.dtype == torch.bfloat16)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-022
 @dataclass(frozen=True)
@@ -459,24 +489,31 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
-@on_its_device
-def conv_step(x_t, past, after, weight, bias, silu):
-    "Launch one step from `past` to `after` (B,D,W-1), which may be the same tensor: y (B,D)."
-    x_t, weight, (B, D) = _last_contiguous(x_t), weight.contiguous(), x_t.shape
+def step_block(B: int, D: int) -> tuple: # sequences, channels
+    "Return the channels and the sequences per program of a step, and its warps."
     BD = min(256, max(32, triton.next_power_of_2(D)))
+    return BD, 1, max(1, BD // 128)
+
+
+@on_its_device
+def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
+    "Launch one step from `past` to `after`, (B,D,W-1) or a pool, maybe the same tensor, rows contiguous: y (B,D)."
+    x_t, (weight, bias, slots), (B, D) = _last_contiguous(x_t), _contiguous(weight, bias, slots), x_t.shape
+    BD, rows, warps = plan or step_block(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
-        _conv_step_kernel[(B * _cdiv(D, BD),)](
-            x_t, weight, bias if bias is None else bias.contiguous(), past, y, after, D, _cdiv(D, BD), x_t.stride(0),
-            W=weight.shape[1], SILU=silu, BD=BD, HAS_BIAS=bias is not None, num_warps=max(1, BD // 128))
+        launch(
+            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots, D, _cdiv(D, BD), len(past), x_t.stride(0), past.stride(0),
+            after.stride(0), W=weight.shape[1], SILU=silu, BD=BD, R=rows, **_has(bias=bias), num_warps=warps,
+            **overlapped(x_t.device))
     return y.to(x_t.dtype)
 
 
 def _fresh_step(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = torch.empty(state.shape, device=x_t.device, dtype=_stored(x_t.dtype))
+    after = torch.empty(state.shape, device=x_t.device, dtype=_stored(state.dtype))
     y = conv_step(x_t, state, after, weight, bias, silu)
-    return y, after.to(x_t.dtype)
+    return y, after.to(state.dtype)
 
 
 _step = custom_op("longhorn_kit::short_conv_step", mutates_args=())(_fresh_step)
@@ -484,39 +521,30 @@ _step = custom_op("longhorn_kit::short_conv_step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(x_t, state, weight, bias, silu):
-    new = lambda t: torch.empty(t.shape, device=x_t.device, dtype=x_t.dtype)
-    return new(x_t), new(state)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x_t, state)]
 
 
 @custom_op("longhorn_kit::short_conv_step_", mutates_args=("state",))
-def _step_(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    return conv_step(x_t, state, state, weight, bias, silu)
+def _step_(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+           slots: Tensor | None = None) -> Tensor:
+    whole = state if written_directly(state) else state.float().contiguous()
+    y = conv_step(x_t, whole, whole, weight, bias, silu, slots)
+    if whole is not state:
+        state.copy_(whole)
+    return y
 
 
 @_step_.register_fake
-def _(x_t, state, weight, bias, silu):
+def _(x_t, state, weight, bias, silu, slots=None):
     return torch.empty(x_t.shape, device=x_t.device, dtype=x_t.dtype)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
-def unwatched() -> bool:
-    "Return whether nothing traces, compiles or intercepts PyTorch's operations now."
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-
-
-def changed(state):
-    "Return `state` after a kernel wrote into it: autograd notes it, as for any in-place operation."
-    if not state.is_inference():
-        torch.autograd.graph.increment_version(state)
-    return state
-
-
-def triton_conv_step(x_t, state, weight, bias, activation, inplace):
+def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
-    silu = activation is not None
-    if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
-        if unwatched():
-            return conv_step(x_t, state, state, weight, bias, silu), changed(state)
-        return torch.ops.longhorn_kit.short_conv_step_.default(x_t, state, weight, bias, silu), state
-    step = _fresh_step if unwatched() else torch.ops.longhorn_kit.short_conv_step.default
-    y, after = step(x_t, state, weight, bias, silu)
-    return y, state.copy_(after) if inplace else after
+    args = x_t, state, weight, bias, activation is not None
+    direct = in_eager(*args[:4], slots)
+    if not inplace:
+        return (_fresh_step if direct else torch.ops.longhorn_kit.short_conv_step.default)(*args)
+    if direct and written_directly(state):
+        return conv_step(x_t, state, state, *args[2:], slots), changed(state)
+    return torch.ops.longhorn_kit.short_conv_step_.default(*args, slots), state

@@ -12,81 +12,99 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from .triton_conv import changed, unwatched
+from .launch import changed, in_eager, launch
+from .triton_conv import overlapped, written_directly
 from longhorn_kit.scan.triton_portable import (
-    INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
+    RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
     _stored, on_its_device)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
 def _step_kernel(
-        q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, out_ptr,
-        D, N, ND, sq, sk, sx, sb, sz, sA,
-        RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, B_SCALAR: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr):
-    # One step of BD channels of one sequence; `after` may be `state`: no other program reads these channels.
-    batch = (tl.program_id(0) // ND).to(tl.int64)
+        q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, slot_ptr, out_ptr,
+        D, N, ND, SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
+        RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, B_SCALAR: tl.constexpr,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
+    # One step of BD channels of R sequences; `after` may be `state`: no other program reads these channels.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = (tl.program_id(0) // ND).to(tl.int64) * R
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
     md, mn = d < D, n < N
-    m = mn[:, None] & md[None, :]
     dn = d[None, :].to(tl.int64) * N + n[:, None]
-    S = tl.load(state_ptr + batch * D * N + dn, mask=m, other=0.0).to(tl.float32) # (N,D), as in the scans
-    k = tl.load(k_ptr + batch * sk + n, mask=mn, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + batch * sq + n, mask=mn, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + batch * sx + d, mask=md, other=0.0).to(tl.float32)
-    if B_SCALAR:
-        v = tl.load(b_ptr + batch * sb + d * 0, mask=md, other=0.0).to(tl.float32)
-    else:
-        v = tl.load(b_ptr + batch * sb + d, mask=md, other=0.0).to(tl.float32)
+    places, masks, states, ks, qs, xs, vs, zs, rates = (), (), (), (), (), (), (), (), ()
+    for r in tl.static_range(R): # all loads before all stores: the compiler moves none of them over a store
+        row = first + r
+        slot, m = row, mn[:, None] & md[None, :]
+        if slot_ptr is not None:
+            slot = tl.load(slot_ptr + row).to(tl.int64)
+            m = m & (slot >= 0) & (slot < SLOTS)
+        places, masks = places + (slot,), masks + (m,)
+        states = states + (tl.load(state_ptr + slot * s_state + dn, mask=m, other=0.0),) # (N,D), as in the scans
+        ks = ks + (tl.load(k_ptr + row * sk + n, mask=mn, other=0.0),)
+        qs = qs + (tl.load(q_ptr + row * sq + n, mask=mn, other=0.0),)
+        xs = xs + (tl.load(x_ptr + row * sx + d, mask=md, other=0.0),)
+        vs = vs + (tl.load(b_ptr + row * sb + d * (0 if B_SCALAR else 1), mask=md, other=0.0),)
+        if HAS_Z:
+            zs = zs + (tl.load(z_ptr + row * sz + d, mask=md, other=0.0),)
+        if RULE == S6_TIMED:
+            rates = rates + (tl.load(A_ptr + row * sA + n, mask=mn, other=0.0),)
+    bias = tl.zeros([BD], tl.float32)
+    skip = tl.zeros([BD], tl.float32)
+    A = tl.zeros([NP, 1], tl.float32)
     if HAS_BIAS:
-        v += tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    A = tl.zeros([NP, BD], tl.float32)
-    if RULE == S6:
-        A = tl.load(A_ptr + dn, mask=m, other=0.0).to(tl.float32)
-    if RULE == S6_TIMED:
-        A += tl.load(A_ptr + batch * sA + n, mask=mn, other=0.0).to(tl.float32)[:, None]
-    S = _advance(S, k[:, None], _rate(v, tl.sum(k * k, 0), md, RULE)[None, :], x[None, :], A, RULE)
-    tl.store(after_ptr + batch * D * N + dn, S.to(after_ptr.dtype.element_ty), mask=m)
-    y = tl.sum(q[:, None] * S, 0)
+        bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
     if HAS_SKIP:
-        y += tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32) * x
-    if HAS_Z:
-        z = tl.load(z_ptr + batch * sz + d, mask=md, other=0.0).to(tl.float32)
-        y = y * z * _sigmoid(z)
-    tl.store(out_ptr + batch * D + d, y.to(out_ptr.dtype.element_ty), mask=md)
+        skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
+    if RULE == S6:
+        A = tl.load(A_ptr + dn, mask=mn[:, None] & md[None, :], other=0.0).to(tl.float32)
+    for r in tl.static_range(R):
+        k, q, x = ks[r].to(tl.float32), qs[r].to(tl.float32), xs[r].to(tl.float32)
+        w = _rate(vs[r].to(tl.float32) + bias, tl.sum(k * k, 0), md, RULE)
+        rate = rates[r].to(tl.float32)[:, None] if RULE == S6_TIMED else A
+        S = _advance(states[r].to(tl.float32), k[:, None], w[None, :], x[None, :], rate, RULE)
+        y = tl.sum(q[:, None] * S, 0) + skip * x
+        tl.store(after_ptr + places[r] * s_after + dn, S.to(after_ptr.dtype.element_ty), mask=masks[r])
+        if HAS_Z:
+            z = zs[r].to(tl.float32)
+            y = y * z * _sigmoid(z)
+        if slot_ptr is not None:
+            y = tl.where((places[r] >= 0) & (places[r] < SLOTS), y, 0.0)
+        tl.store(out_ptr + (first + r) * D + d, y.to(out_ptr.dtype.element_ty), mask=md)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
-def step_block(B: int, D: int, N: int) -> int: # sequences, channels, state coordinates
-    "Return the channels per program: 1024 numbers of the state, fewer if the GPU would be idle."
+def step_plan(B: int, D: int, N: int) -> tuple: # sequences, channels, state coordinates
+    "Return the channels and the sequences per program, and its warps: 1024 numbers per warp, fewer if the GPU would be idle."
     NP = triton.next_power_of_2(N)
     block = max(1, 1024 // NP)
     while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
         block //= 2
-    return block
+    return block, 1, 1
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-012
 @on_its_device
-def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
-    "Run one step from `state` to `after` (B,D,N), contiguous, maybe the same tensor; return out (B,D)."
+def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, plan=None):
+    "Run one step from `state` to `after`, (B,D,N) or a pool, maybe the same tensor, rows contiguous: out (B,D)."
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
-    bias, skip, A = _contiguous(bias, skip, A)
-    B, D, N = state.shape
-    out, block = _empty(x)(B, D, dtype=_stored(x.dtype)), step_block(B, D, N)
+    bias, skip, A, slots = _contiguous(bias, skip, A, slots)
+    (B, D), N = x.shape, state.shape[2]
+    out, (block, rows, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
     if B * D:
-        _step_kernel[(B * _cdiv(D, block),)](
-            q, k, x, b, z, A, bias, skip, state, after, out, D, N, _cdiv(D, block),
+        launch(
+            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out, D, N, _cdiv(D, block), len(state),
             q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
-            RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, B_SCALAR=b.shape[-1] == 1 and D > 1,
-            **_has(bias=bias, skip=skip, z=z), num_warps=1)
+            state.stride(0), after.stride(0), RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, R=rows,
+            B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z), num_warps=warps, **overlapped(x.device))
     return out.to(x.dtype)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
 def _fresh_step(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
                 bias: Tensor | None, skip: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = _empty(x)(*state.shape)
-    return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after
+    after = _empty(x)(*state.shape, dtype=_stored(state.dtype))
+    return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after.to(state.dtype)
 
 
 _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
@@ -94,33 +112,37 @@ _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(rule, q, k, x, b, A, state, bias, skip, z):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), state.new_empty(state.shape, dtype=torch.float32)
-
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(state, memory_format=torch.contiguous_format)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-n20
 @custom_op("longhorn_kit::step_", mutates_args=("state",))
 def _step_(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor, bias: Tensor | None,
-           skip: Tensor | None, z: Tensor | None) -> Tensor:
-    return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z)
+           skip: Tensor | None, z: Tensor | None, slots: Tensor | None = None) -> Tensor:
+    whole = state if written_directly(state) else state.float().contiguous()
+    out = launch_step(rule, q, k, x, b, A, whole, whole, bias, skip, z, slots)
+    if whole is not state:
+        state.copy_(whole)
+    return out
 
 
 @_step_.register_fake
-def _(rule, q, k, x, b, A, state, bias, skip, z):
+def _(rule, q, k, x, b, A, state, bias, skip, z, slots=None):
     return torch.empty(x.shape, device=x.device, dtype=x.dtype)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-016
 def triton_step(
     rule: str, # a key of `RULES`
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
-    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_time_varying"; (B,D,N)
+    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
     bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
     inplace: bool = False, # write the next state into `state`
+    slots: Tensor | None = None, # (B,) rows of a pool, in place only
 ):
-    "Run one step without gradients: return out (B,D) in x.dtype and the next state (B,D,N), fp32 unless in place."
-    args = (rule, q, k, x, b, A, state, bias, skip, z)
-    if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
-        if unwatched():
-            return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z), changed(state)
-        return torch.ops.longhorn_kit.step_.default(*args), state # by name: see `triton_conv`
-    out, after = (_fresh_step if unwatched() else torch.ops.longhorn_kit.step.default)(*args)
-    return out, state.copy_(after) if inplace else after
+    "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
+    args = rule, q, k, x, b, A, state, bias, skip, z
+    direct = in_eager(*args[1:], slots)
+    if not inplace:
+        return (_fresh_step if direct else torch.ops.longhorn_kit.step.default)(*args)
+    if direct and written_directly(state):
+        return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z, slots), changed(state)
+    return torch.ops.longhorn_kit.step_.default(*args, slots), state # by name: see `triton_conv`
