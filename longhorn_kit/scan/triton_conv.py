@@ -270,13 +270,14 @@ def _conv_bwd_state_kernel(
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020
 @triton.jit
 def _conv_step_kernel(
-        x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, slot_ptr, D, ND, SLOTS, sx, s_past, s_after,
-        W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+        x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, slot_ptr, SLOTS, sx, s_past, s_after,
+        D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
         HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
     # One step of BD channels of R sequences; `after` may be `past` itself.
     if PDL: # the next kernel may start now; this one waits for the kernel before it
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    ND: tl.constexpr = (D + BD - 1) // BD
     first = (tl.program_id(0) // ND).to(tl.int64) * R
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     md = d < D
@@ -296,6 +297,7 @@ def _conv_step_kernel(
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
+    tl.debug_barrier() # all loads are on their way: the compiler would put off some of them
     for r in tl.static_range(R):
         window = windows[r * W:(r + 1) * W]
         y = _filter(window, w, bias, W)
@@ -503,8 +505,8 @@ def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
         launch(
-            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots, D, _cdiv(D, BD), len(past), x_t.stride(0), past.stride(0),
-            after.stride(0), W=weight.shape[1], SILU=silu, BD=BD, R=rows, **_has(bias=bias), num_warps=warps,
+            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots, len(past), x_t.stride(0), past.stride(0),
+            after.stride(0), D=D, W=weight.shape[1], SILU=silu, BD=BD, R=rows, **_has(bias=bias), num_warps=warps,
             **overlapped(x_t.device))
     return y.to(x_t.dtype)
 

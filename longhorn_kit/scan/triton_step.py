@@ -22,20 +22,23 @@ from longhorn_kit.scan.triton_portable import (
 @triton.jit
 def _step_kernel(
         q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, slot_ptr, out_ptr,
-        D, N, ND, SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
-        RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, B_SCALAR: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
+        SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
+        RULE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+        B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
     # One step of BD channels of R sequences; `after` may be `state`: no other program reads these channels.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    ND: tl.constexpr = (D + BD - 1) // BD
     first = (tl.program_id(0) // ND).to(tl.int64) * R
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
     md, mn = d < D, n < N
+    if D % BD == 0:
+        md = d >= 0
     dn = d[None, :].to(tl.int64) * N + n[:, None]
     places, masks, states, ks, qs, xs, vs, zs, rates = (), (), (), (), (), (), (), (), ()
-    for r in tl.static_range(R): # all loads before all stores: the compiler moves none of them over a store
+    for r in tl.static_range(R):
         row = first + r
         slot, m = row, mn[:, None] & md[None, :]
         if slot_ptr is not None:
@@ -60,6 +63,7 @@ def _step_kernel(
         skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
     if RULE == S6:
         A = tl.load(A_ptr + dn, mask=mn[:, None] & md[None, :], other=0.0).to(tl.float32)
+    tl.debug_barrier() # without it the compiler puts off some loads until others have arrived
     for r in tl.static_range(R):
         k, q, x = ks[r].to(tl.float32), qs[r].to(tl.float32), xs[r].to(tl.float32)
         w = _rate(vs[r].to(tl.float32) + bias, tl.sum(k * k, 0), md, RULE)
@@ -93,9 +97,9 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     out, (block, rows, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
     if B * D:
         launch(
-            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out, D, N, _cdiv(D, block), len(state),
+            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out, len(state),
             q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
-            state.stride(0), after.stride(0), RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, R=rows,
+            state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block, R=rows,
             B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z), num_warps=warps, **overlapped(x.device))
     return out.to(x.dtype)
 
