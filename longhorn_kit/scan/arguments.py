@@ -97,19 +97,17 @@ ACTIVATIONS = ("silu", "swish", None)
 def check_conv(
     name: str, axes: tuple, # the caller's name for x, letters of its axes
     x, weight, bias, activation, state_name, state, rows: int | None = None, # of the state, if not one per row of x
-) -> Tensor:
-    "Return the filters as (D,W), or raise ValueError, naming the argument that does not fit."
+):
+    "Raise ValueError, naming the argument, unless all tensors of a convolution fit together."
     check_tensor(name, x, axes)
     check_choice("activation", activation, ACTIVATIONS)
     D, fit = x.shape[-1], dict(like=name, device=x.device)
     check_tensor("weight", weight, (D, "W"), (D, 1, "W"), **fit)
-    weight = weight[:, 0] if weight.dim() == 3 else weight
-    if weight.shape[1] < 1:
+    if weight.shape[-1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
     fit["like"] = "cu_seqlens and weight" if len(axes) == 3 and rows is not None else f"{name} and weight"
-    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[1] - 1), **fit)
-    return weight
+    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n18c
 def check_slots(

@@ -135,11 +135,18 @@ def step_slots(
 
 def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots, backend):
     # `longhorn_step`, or `selective_step` given A.
-    check_tensor("state", state, ("B" if slots is None else "slots", "D", "N"))
-    check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state, check_slots(slots, x_t, state, inplace))
     tensors = (q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)
-    learns = wants_gradient(name, inplace, backend, *tensors)
-    if pick_backend("reference" if learns else backend, *tensors) == "triton":
+    call = call_form(name, form, inplace, backend, tensors=(*tensors, slots))
+    if not (known := passed(call)):
+        check_tensor("state", state, ("B" if slots is None else "slots", "D", "N"))
+        rows = check_slots(slots, x_t, state, inplace)
+        check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state, rows)
+    if wants_gradient(name, inplace, backend, *tensors):
+        backend = "reference"
+    elif not known:
+        backend = pick_backend(backend, *tensors)
+        remember(call, backend, q_t)
+    if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_step import triton_step
         rule = form or ("s6" if A.dim() == 2 else "s6_time_varying")
         return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle, traced, transformed,
-    wants_gradient)
+from .arguments import (
+    bounds_for_kernels, call_form, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle,
+    passed, remember, traced, transformed, wants_gradient)
 from .op import run_sequences, step_slots
 from .reference import no_autocast
 
@@ -44,8 +44,8 @@ def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
         return obstacle
     if transformed(x, weight, *others):
         return "torch.func and forward-mode differentiation cannot trace the kernels"
-    if weight.shape[1] > MAX_WIDTH:
-        return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[1]}"
+    if weight.shape[-1] > MAX_WIDTH:
+        return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[-1]}"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-019
 def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and the others of the call, or None
@@ -76,10 +76,16 @@ def causal_conv1d(
 
     All inputs get gradients; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""
-    lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
-    weight = check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
-                        None if lengths is None else len(lengths))
-    if pick_conv_backend(backend, x, weight, bias, initial_state) == "triton":
+    tensors = (x, weight, bias, initial_state)
+    call = None if cu_seqlens is not None else call_form("causal_conv1d", activation, backend, tensors=tensors)
+    if not (known := passed(call)):
+        lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
+        check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
+                   None if lengths is None else len(lengths))
+        backend = pick_conv_backend(backend, *tensors)
+        remember(call, backend, x)
+    weight = weight[:, 0] if weight.dim() == 3 else weight
+    if known or backend == "triton":
         from longhorn_kit.scan.triton_conv import triton_conv
         y, final = triton_conv(x, weight, bias, initial_state, bounds_for_kernels(cu_seqlens, x), activation,
                                output_final_state, twice, cu_seqlens is None or not traced())
@@ -104,10 +110,18 @@ def causal_conv1d_step(
 
     The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only.
     `state_indices` picks states from a pool as in `longhorn_step`."""
-    weight = check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state,
-                        check_slots(state_indices, x_t, state, inplace))
-    learns = wants_gradient("causal_conv1d_step", inplace, backend, x_t, state, weight, bias)
-    if pick_conv_backend("torch" if learns else backend, x_t, weight, bias, state) == "triton":
+    tensors = (x_t, state, weight, bias)
+    call = call_form("causal_conv1d_step", activation, inplace, backend, tensors=(*tensors, state_indices))
+    if not (known := passed(call)):
+        check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state,
+                   check_slots(state_indices, x_t, state, inplace))
+    if wants_gradient("causal_conv1d_step", inplace, backend, *tensors):
+        backend = "torch"
+    elif not known:
+        backend = pick_conv_backend(backend, x_t, weight, state, bias)
+        remember(call, backend, x_t)
+    weight = weight[:, 0] if weight.dim() == 3 else weight
+    if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_conv import triton_conv_step
         return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
     one = lambda cut, past: torch_conv(cut[0][:, None], weight, bias, past, activation)

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-004
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch.library import custom_op, register_autograd
 
 from .arguments import in_range
 from .chunked import once_only
-from .launch import changed, in_eager, launch
+from .launch import changed, differentiable, in_eager, launch
 from .triton_portable import (
     INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
 from .triton_portable_backward import _sum_of_rows
@@ -333,6 +333,7 @@ class ConvPlan:
     warps: int = 1
 
 
+@lru_cache(4096)
 def conv_plan(
     B: int, T: int, D: int,
     direction: str = "forward", gradients: int = 1, # or "backward"; gradients of the output there
@@ -372,8 +373,8 @@ def conv_forward(
     new = partial(_empty(x), dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
-        _conv_fwd_kernel[(slots * blocks,)](
-            x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
+        launch(
+            _conv_fwd_kernel, slots * blocks, x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
     return y.to(x.dtype), last.to(x.dtype)
@@ -401,26 +402,28 @@ def conv_backward(
     flags = dict(W=W, SILU=silu, BD=p.BD, PACKED=packed, num_warps=p.warps, enable_fp_fusion=False,
                  **_has(bias=c, dht=dfinal if W > 1 else None))
     if slots * blocks:
-        _conv_bwd_kernel[(slots * blocks,)](
-            x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
+        launch(
+            _conv_bwd_kernel, slots * blocks, x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
             *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
             **_has(h0=initial if W > 1 else None), **flags)
     if dinitial is not None and dinitial.numel():
-        _conv_bwd_state_kernel[(n * blocks,)](
-            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
+        launch(
+            _conv_bwd_state_kernel, n * blocks, x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
     return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
             None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-032
-@custom_op("longhorn_kit::short_conv", mutates_args=())
-def _short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-                silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+         silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     y, last = conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
     if not checked:
         clear_outside(cu_seqlens, y)
     return y, last
+
+
+_short_conv = custom_op("longhorn_kit::short_conv", mutates_args=())(_run)
 
 
 @_short_conv.register_fake
@@ -430,14 +433,19 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
     return new(*x.shape), new(n, x.shape[2], weight.shape[1] - 1)
 
 
-@custom_op("longhorn_kit::short_conv_backward", mutates_args=())
-def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
+def _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
     if not checked:
         clear_outside(cu_seqlens, grads[0])
+    return grads
+
+
+@custom_op("longhorn_kit::short_conv_backward", mutates_args=())
+def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
+                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
+    grads = _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also, checked)
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
@@ -458,7 +466,8 @@ def _gradients(ctx, dy, dfinal, also=None):
     dy, also = (also, None) if dy is None else (dy, also)
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
-    backward = torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
+    straight = in_eager(dy, dfinal, also) and not torch.is_grad_enabled()
+    backward = _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
     grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked)
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
     return (*grads, None, None, None, None)
@@ -468,26 +477,26 @@ register_autograd(_short_conv, _gradients, setup_context=_setup)
 once_only(_short_conv_backward, "causal_conv1d has no second derivative with backend='triton'; backend='torch' has one")
 
 
-class _Twice(torch.autograd.Function):
-    # The convolution with y as two tensors over the same memory.
-    @staticmethod
-    def forward(ctx, *inputs):
-        y, last = torch.ops.longhorn_kit.short_conv.default(*inputs)
-        _setup(ctx, inputs, None)
-        return y, last, y.view_as(y)
+def _run_twice(*inputs): # with y as two tensors over the same memory
+    y, last = (_run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default)(*inputs)
+    return y, last, y.view_as(y)
 
-    @staticmethod
-    def backward(ctx, dy, dlast, also):
-        return _gradients(ctx, dy, dlast, also)
+
+_once, _twice = (differentiable(run, _setup, _gradients) for run in (_run, _run_twice))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-035
 def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True):
     """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
 
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
-    # by name: where a notebook and the package both define the operation, the last one is valid
-    conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
-    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, checked)
+    tensors = x, weight, bias, initial_state
+    if twice:
+        conv = _twice
+    elif not in_eager(*tensors, cu_seqlens): # by name: a notebook and the package may both define it; the last one is valid
+        conv = torch.ops.longhorn_kit.short_conv.default
+    else:
+        conv = _once if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) else _run
+    y, last, *again = conv(*tensors, cu_seqlens, activation is not None, final, checked)
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
