@@ -374,7 +374,8 @@ def conv_forward(
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
         launch(
-            _conv_fwd_kernel, slots * blocks, x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
+            _conv_fwd_kernel, slots * blocks,
+            x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
     return y.to(x.dtype), last.to(x.dtype)
@@ -403,12 +404,14 @@ def conv_backward(
                  **_has(bias=c, dht=dfinal if W > 1 else None))
     if slots * blocks:
         launch(
-            _conv_bwd_kernel, slots * blocks, x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
+            _conv_bwd_kernel, slots * blocks,
+            x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
             *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
             **_has(h0=initial if W > 1 else None), **flags)
     if dinitial is not None and dinitial.numel():
         launch(
-            _conv_bwd_state_kernel, n * blocks, x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
+            _conv_bwd_state_kernel, n * blocks,
+            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
     return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
             None if bias is None else _sum_of_rows(dbias, bias.dtype),
             None if dinitial is None else dinitial.to(initial.dtype))
@@ -467,7 +470,7 @@ def _gradients(ctx, dy, dfinal, also=None):
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
     straight = in_eager(dy, dfinal, also) and not torch.is_grad_enabled()
-    backward = _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
+    backward = _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default # see `triton_conv`
     grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked)
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
     return (*grads, None, None, None, None)
@@ -492,7 +495,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     tensors = x, weight, bias, initial_state
     if twice:
         conv = _twice
-    elif not in_eager(*tensors, cu_seqlens): # by name: a notebook and the package may both define it; the last one is valid
+    elif not in_eager(*tensors, cu_seqlens): # by name: if a notebook and the package define it, the last one is valid
         conv = torch.ops.longhorn_kit.short_conv.default
     else:
         conv = _once if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) else _run
@@ -514,9 +517,9 @@ def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
         launch(
-            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots, len(past), x_t.stride(0), past.stride(0),
-            after.stride(0), D=D, W=weight.shape[1], SILU=silu, BD=BD, R=rows, **_has(bias=bias), num_warps=warps,
-            **overlapped(x_t.device))
+            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots,
+            len(past), x_t.stride(0), past.stride(0), after.stride(0), D=D, W=weight.shape[1], SILU=silu,
+            BD=BD, R=rows, **_has(bias=bias), **overlapped(x_t.device), num_warps=warps)
     return y.to(x_t.dtype)
 
 

@@ -80,7 +80,7 @@ def _step_kernel(
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
 def step_plan(B: int, D: int, N: int) -> tuple: # sequences, channels, state coordinates
-    "Return the channels and the sequences per program, and its warps: 1024 numbers per warp, fewer if the GPU would be idle."
+    "Return the channels and sequences per program, and its warps; small blocks if the GPU would be idle."
     NP = triton.next_power_of_2(N)
     block = max(1, 1024 // NP)
     while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
@@ -97,10 +97,11 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     out, (block, rows, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
     if B * D:
         launch(
-            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out, len(state),
-            q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
-            state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block, R=rows,
-            B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z), num_warps=warps, **overlapped(x.device))
+            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out,
+            len(state), q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
+            state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block,
+            R=rows, B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
+            **overlapped(x.device), num_warps=warps)
     return out.to(x.dtype)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
@@ -116,7 +117,7 @@ _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(rule, q, k, x, b, A, state, bias, skip, z):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(state, memory_format=torch.contiguous_format)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, state)]
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-n20
 @custom_op("longhorn_kit::step_", mutates_args=("state",))
