@@ -201,6 +201,46 @@ def test_a_layer_steps_in_place(name):
         assert same is cache and held == [t.data_ptr() for t in cache]
 
 
+@pytest.mark.parametrize("state_dtype", (None, torch.bfloat16))
+@pytest.mark.parametrize("name", ("longhorn", "mamba", "mamba_input_a"))
+def test_a_layer_serves_from_a_pool(name, state_dtype):
+    "Sequences enter and leave a pool between steps, and no step sees the others."
+    torch.manual_seed(0)
+    layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(3, 6, 16, device=DEVICE)
+    pool, alone = layer.empty_cache(4, state_dtype=state_dtype), [layer.empty_cache(1, state_dtype=state_dtype) for _ in h]
+    assert pool.S.dtype == (state_dtype or torch.float32)
+    plan = [{0: 2}, {0: 2, 1: 3}, {1: 3, 2: 0}, {2: 0}, {0: 2, 1: 3, 2: 0}] # sequence: slot
+    with torch.no_grad():
+        for t, slots in enumerate(plan):
+            rows = [*slots, None] # the last row is padding
+            x = torch.stack([h[0, t] if i is None else h[i, t] for i in rows])
+            y, same = layer.step(x, pool, inplace=True, state_indices=torch.tensor([*slots.values(), -1], device=DEVICE))
+            assert same is pool
+            for y_t, i in zip(y, slots):
+                want, alone[i] = layer.step(h[i : i + 1, t], alone[i])
+                torch.testing.assert_close(y_t[None], want, atol=1e-2 if state_dtype else 1e-5, rtol=1e-5)
+    for i, slot in plan[-1].items():
+        for t, kept in zip(pool, alone[i]):
+            torch.testing.assert_close(t[slot], kept[0], atol=1e-6, rtol=1e-2 if state_dtype else 1e-5)
+    assert not pool.S[1].any() and not pool.conv[1].any()
+
+
+def test_wrong_slots_are_one_sentence():
+    a, pool = inputs(2, 5, 3)[0], torch.zeros(7, 5, 3, device=DEVICE)
+    now, slots = [at(a, 0)[n] for n in "qkxb"], torch.tensor([0, -1], device=DEVICE)
+    scan = lambda slots, inplace=True, state=pool: longhorn_step(*now, state, inplace=inplace, state_indices=slots)
+    conv = lambda slots, inplace=True, state=pool: causal_conv1d_step(now[2], state, torch.zeros(5, 4, device=DEVICE), inplace=inplace, state_indices=slots)
+    for step in (scan, conv):
+        for call, message in ((lambda: step([0, 1]), "state_indices is list; expected an int32 or int64 tensor"),
+                              (lambda: step(slots.float()), "state_indices is torch.float32; expected an int32 or int64 tensor"),
+                              (lambda: step(slots[:1]), r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t"),
+                              (lambda: step(slots, inplace=False), "state_indices needs inplace=True: the states of a pool"),
+                              (lambda: step(slots, state=pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
+                              (lambda: step(slots, state=pool[:, :4]), r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t")):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
 COMPILE = """
 import sys; sys.path.insert(0, "kernels")
 import json, aot, decode_times, torch
