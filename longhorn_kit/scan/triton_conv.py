@@ -20,7 +20,7 @@ from .chunked import once_only
 from .launch import changed, differentiable, in_eager, launch
 from .triton_portable import (
     INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
-from .triton_portable_backward import _sum_of_rows
+from .triton_portable_backward import _as, _sums_of_rows
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -297,7 +297,6 @@ def _conv_step_kernel(
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    tl.debug_barrier() # all loads are on their way: the compiler would put off some of them
     for r in tl.static_range(R):
         window = windows[r * W:(r + 1) * W]
         y = _filter(window, w, bias, W)
@@ -378,7 +377,7 @@ def conv_forward(
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
-    return y.to(x.dtype), last.to(x.dtype)
+    return _as(y, x), _as(last, x)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-027
 @on_its_device
@@ -412,9 +411,7 @@ def conv_backward(
         launch(
             _conv_bwd_state_kernel, n * blocks,
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
-    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
-            None if bias is None else _sum_of_rows(dbias, bias.dtype),
-            None if dinitial is None else dinitial.to(initial.dtype))
+    return (_as(dx, x), *_sums_of_rows(dw, weight, dbias, bias), None if dinitial is None else _as(dinitial, initial))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-032
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -503,24 +500,25 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
-def step_block(B: int, D: int) -> tuple: # sequences, channels
-    "Return the channels and the sequences per program of a step, and its warps."
-    BD = min(256, max(32, triton.next_power_of_2(D)))
-    return BD, 1, max(1, BD // 128)
+@lru_cache(4096)
+def conv_step_plan(B: int, D: int) -> tuple: # sequences, channels
+    "Return the channels and the sequences per program of a step, and its warps: one channel per lane."
+    BD = min(128, max(32, triton.next_power_of_2(D)))
+    return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 1024 else 1, BD // 32
 
 
 @on_its_device
 def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
     "Launch one step from `past` to `after`, (B,D,W-1) or a pool, maybe the same tensor, rows contiguous: y (B,D)."
     x_t, (weight, bias, slots), (B, D) = _last_contiguous(x_t), _contiguous(weight, bias, slots), x_t.shape
-    BD, rows, warps = plan or step_block(B, D)
+    BD, rows, warps = plan or conv_step_plan(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
         launch(
             _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots,
             len(past), x_t.stride(0), past.stride(0), after.stride(0), D=D, W=weight.shape[1], SILU=silu,
             BD=BD, R=rows, **_has(bias=bias), **overlapped(x_t.device), num_warps=warps)
-    return y.to(x_t.dtype)
+    return _as(y, x_t)
 
 
 def _fresh_step(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:

@@ -341,12 +341,12 @@ def _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS: tl.constexpr, COLU
 @triton.jit(do_not_specialize=["rows", "W", "D", "blocks"])
 def _rows_kernel(parts_ptr, out_ptr, more_ptr, more_out_ptr, rows, W, D, blocks,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums of one or two tensors of parts.
+    # Sums of one or two tensors of parts, (rows,W,D) and (rows,D).
     block = tl.program_id(0)
     if block < blocks:
         _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS, COLUMNS)
     elif more_ptr is not None:
-        _sum_columns(more_ptr, more_out_ptr, block - blocks, rows, W, D, ROWS, COLUMNS)
+        _sum_columns(more_ptr, more_out_ptr, block - blocks, rows, 1, D, ROWS, COLUMNS)
 
 
 def _sum_of_rows(parts, dtype, turned=False):
@@ -361,17 +361,17 @@ def _sum_of_rows(parts, dtype, turned=False):
 def _start_sums(parts, out, more, more_out, W, D):
     blocks = _cdiv(W * D, 32)
     if blocks:
-        launch(_rows_kernel, blocks if more is None else 2 * blocks, parts, out, more, more_out, parts.shape[0], W, D,
-               blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+        launch(_rows_kernel, blocks + (0 if more is None else _cdiv(D, 32)), parts, out, more, more_out,
+               parts.shape[0], W, D, blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
 
 
 def _sums_of_rows(dbias, bias, dskip, skip):
-    # The gradients of bias and skip (D,), each None if its input is; both in one launch.
+    # The gradients of bias, or filters (D,W), and skip (D,), each None if its input is; both in one launch.
     if bias is None or skip is None:
-        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype)
+        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
         return each(dbias, bias), each(dskip, skip)
     one, two = (torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype)) for t in (bias, skip))
-    _start_sums(dbias, one, dskip, two, 1, dbias.shape[1])
+    _start_sums(dbias, one, dskip, two, dbias.shape[1] if dbias.dim() == 3 else 1, dskip.shape[1])
     return _as(one, bias), _as(two, skip)
 
 

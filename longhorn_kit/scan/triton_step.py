@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-004
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,75 +19,65 @@ from .triton_conv import overlapped, written_directly
 from longhorn_kit.scan.triton_portable import (
     RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
     _stored, on_its_device)
+from .triton_portable_backward import _as
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
 def _step_kernel(
         q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, slot_ptr, out_ptr,
         SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
-        RULE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+        RULE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr,
         B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
-    # One step of BD channels of R sequences; `after` may be `state`: no other program reads these channels.
-    if PDL:
+    # One step of BD channels of one sequence; `after` may be `state`: no other program reads these channels.
+    if PDL: # see `overlapped`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     ND: tl.constexpr = (D + BD - 1) // BD
-    first = (tl.program_id(0) // ND).to(tl.int64) * R
+    row = (tl.program_id(0) // ND).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
     md, mn = d < D, n < N
     if D % BD == 0:
         md = d >= 0
+    m = mn[:, None] & md[None, :]
     dn = d[None, :].to(tl.int64) * N + n[:, None]
-    places, masks, states, ks, qs, xs, vs, zs, rates = (), (), (), (), (), (), (), (), ()
-    for r in tl.static_range(R):
-        row = first + r
-        slot, m = row, mn[:, None] & md[None, :]
-        if slot_ptr is not None:
-            slot = tl.load(slot_ptr + row).to(tl.int64)
-            m = m & (slot >= 0) & (slot < SLOTS)
-        places, masks = places + (slot,), masks + (m,)
-        states = states + (tl.load(state_ptr + slot * s_state + dn, mask=m, other=0.0),) # (N,D), as in the scans
-        ks = ks + (tl.load(k_ptr + row * sk + n, mask=mn, other=0.0),)
-        qs = qs + (tl.load(q_ptr + row * sq + n, mask=mn, other=0.0),)
-        xs = xs + (tl.load(x_ptr + row * sx + d, mask=md, other=0.0),)
-        vs = vs + (tl.load(b_ptr + row * sb + d * (0 if B_SCALAR else 1), mask=md, other=0.0),)
-        if HAS_Z:
-            zs = zs + (tl.load(z_ptr + row * sz + d, mask=md, other=0.0),)
-        if RULE == S6_TIMED:
-            rates = rates + (tl.load(A_ptr + row * sA + n, mask=mn, other=0.0),)
-    bias = tl.zeros([BD], tl.float32)
+    slot, real = row, row >= 0
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        real = (slot >= 0) & (slot < SLOTS)
+    S = tl.load(state_ptr + slot * s_state + dn, mask=m & real, other=0.0).to(tl.float32) # (N,D), as in the scans
+    k = tl.load(k_ptr + row * sk + n, mask=mn, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + row * sq + n, mask=mn, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * sx + d, mask=md, other=0.0).to(tl.float32)
+    v = tl.load(b_ptr + row * sb + d * (0 if B_SCALAR else 1), mask=md, other=0.0).to(tl.float32)
+    z = tl.zeros([BD], tl.float32)
     skip = tl.zeros([BD], tl.float32)
     A = tl.zeros([NP, 1], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
+    if HAS_Z: # before the state is stored: the compiler moves no load ahead of a store
+        z = tl.load(z_ptr + row * sz + d, mask=md, other=0.0).to(tl.float32)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        v += tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
     if RULE == S6:
-        A = tl.load(A_ptr + dn, mask=mn[:, None] & md[None, :], other=0.0).to(tl.float32)
-    tl.debug_barrier() # without it the compiler puts off some loads until others have arrived
-    for r in tl.static_range(R):
-        k, q, x = ks[r].to(tl.float32), qs[r].to(tl.float32), xs[r].to(tl.float32)
-        w = _rate(vs[r].to(tl.float32) + bias, tl.sum(k * k, 0), md, RULE)
-        rate = rates[r].to(tl.float32)[:, None] if RULE == S6_TIMED else A
-        S = _advance(states[r].to(tl.float32), k[:, None], w[None, :], x[None, :], rate, RULE)
-        y = tl.sum(q[:, None] * S, 0) + skip * x
-        tl.store(after_ptr + places[r] * s_after + dn, S.to(after_ptr.dtype.element_ty), mask=masks[r])
-        if HAS_Z:
-            z = zs[r].to(tl.float32)
-            y = y * z * _sigmoid(z)
-        if slot_ptr is not None:
-            y = tl.where((places[r] >= 0) & (places[r] < SLOTS), y, 0.0)
-        tl.store(out_ptr + (first + r) * D + d, y.to(out_ptr.dtype.element_ty), mask=md)
+        A = tl.load(A_ptr + dn, mask=m, other=0.0).to(tl.float32)
+    if RULE == S6_TIMED:
+        A = tl.load(A_ptr + row * sA + n, mask=mn, other=0.0).to(tl.float32)[:, None]
+    S = _advance(S, k[:, None], _rate(v, tl.sum(k * k, 0), md, RULE)[None, :], x[None, :], A, RULE)
+    tl.store(after_ptr + slot * s_after + dn, S.to(after_ptr.dtype.element_ty), mask=m & real)
+    y = tl.sum(q[:, None] * S, 0) + skip * x
+    if HAS_Z:
+        y = y * z * _sigmoid(z)
+    tl.store(out_ptr + row * D + d, tl.where(real, y, 0.0).to(out_ptr.dtype.element_ty), mask=md)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
+@lru_cache(4096)
 def step_plan(B: int, D: int, N: int) -> tuple: # sequences, channels, state coordinates
-    "Return the channels and sequences per program, and its warps; small blocks if the GPU would be idle."
-    NP = triton.next_power_of_2(N)
-    block = max(1, 1024 // NP)
-    while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
-        block //= 2
-    return block, 1, 1
+    "Return the channels per program and its warps: 16 numbers of the state per lane, fewer if the GPU would be idle."
+    block, warps = max(4, 2048 // triton.next_power_of_2(N)), 4
+    while block > 8 and (B * _cdiv(D, block) < 128 or block >= 2 * D):
+        block, warps = block // 2, max(1, warps // 2)
+    return block, warps
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-012
 @on_its_device
@@ -94,15 +86,15 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
     bias, skip, A, slots = _contiguous(bias, skip, A, slots)
     (B, D), N = x.shape, state.shape[2]
-    out, (block, rows, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
+    out, (block, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
     if B * D:
         launch(
-            _step_kernel, B // rows * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out,
+            _step_kernel, B * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out,
             len(state), q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
             state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block,
-            R=rows, B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
+            B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
             **overlapped(x.device), num_warps=warps)
-    return out.to(x.dtype)
+    return _as(out, x)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
 def _fresh_step(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
