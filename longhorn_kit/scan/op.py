@@ -150,19 +150,19 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
         from longhorn_kit.scan.triton_step import triton_step
         rule = form or ("s6" if A.dim() == 2 else "s6_time_varying")
         return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots)
-    one = lambda cut, S: _torch_step(form, *cut[:4], cut[5] if timed is not None else A, S, bias, D_skip, cut[4])
-    timed = A if A is not None and A.dim() == 3 else None
+
+    def one(cut, S):
+        *cut, A_t = cut
+        q, k, x, b, z, A_t, S, v_bias, skip = widened(*cut, A if A_t is None else A_t, S, bias, D_skip)
+        v = b if v_bias is None else b + v_bias
+        S = STEPS[form](S, k, x, torch.sigmoid(v)) if form else s6_update(S, k, x, F.softplus(v), A_t)
+        return skip_and_gate((S * q[:, None, :]).sum(-1), x, skip, z).to(x_t.dtype), S
+
+    rows = (q_t, k_t, x_t, b_t, z_t, A if A is not None and A.dim() == 3 else None)
     if slots is not None:
-        return step_slots(one, (q_t, k_t, x_t, b_t, z_t, timed), state, slots)
-    out, S = one((q_t, k_t, x_t, b_t, z_t, timed), state)
+        return step_slots(one, rows, state, slots)
+    out, S = one(rows, state)
     return out, state.copy_(S) if inplace else S.to(state.dtype)
-
-
-def _torch_step(form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t):
-    q, k, x, b, A, S, bias, D_skip, z = widened(q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)
-    v = b if bias is None else b + bias
-    S = STEPS[form](S, k, x, torch.sigmoid(v)) if form else s6_update(S, k, x, F.softplus(v), A)
-    return skip_and_gate((S * q[:, None, :]).sum(-1), x, D_skip, z).to(x_t.dtype), S
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
 @documented

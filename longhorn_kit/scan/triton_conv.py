@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-004
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -316,10 +318,12 @@ def overlapped(device: torch.device) -> dict:
     return dict(PDL=True, launch_pdl=True) if known else dict(PDL=False)
 
 
-def written_directly(state: Tensor) -> bool: # (rows,D,n)
-    "Return whether a kernel can update the rows of a state in place: each is contiguous, and the dtype can be stored."
+def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
+    "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
     packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
-    return packed and not (INTERPRETED and state.dtype == torch.bfloat16)
+    whole = state if packed and not (INTERPRETED and state.dtype == torch.bfloat16) else state.float().contiguous()
+    result = run(whole)
+    return result if whole is state else (result, state.copy_(whole))[0]
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-022
 @dataclass(frozen=True)
@@ -372,8 +376,7 @@ def conv_forward(
     new = partial(_empty(x), dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
-        launch(
-            _conv_fwd_kernel, slots * blocks,
+        launch(_conv_fwd_kernel, slots * blocks,
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
@@ -402,14 +405,12 @@ def conv_backward(
     flags = dict(W=W, SILU=silu, BD=p.BD, PACKED=packed, num_warps=p.warps, enable_fp_fusion=False,
                  **_has(bias=c, dht=dfinal if W > 1 else None))
     if slots * blocks:
-        launch(
-            _conv_bwd_kernel, slots * blocks,
+        launch(_conv_bwd_kernel, slots * blocks,
             x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
             *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
             **_has(h0=initial if W > 1 else None), **flags)
     if dinitial is not None and dinitial.numel():
-        launch(
-            _conv_bwd_state_kernel, n * blocks,
+        launch(_conv_bwd_state_kernel, n * blocks,
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
     return (_as(dx, x), *_sums_of_rows(dw, weight, dbias, bias), None if dinitial is None else _as(dinitial, initial))
 
@@ -514,8 +515,8 @@ def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
     BD, rows, warps = plan or conv_step_plan(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
-        launch(
-            _conv_step_kernel, B // rows * _cdiv(D, BD), x_t, weight, bias, past, y, after, slots,
+        launch(_conv_step_kernel, B // rows * _cdiv(D, BD),
+            x_t, weight, bias, past, y, after, slots,
             len(past), x_t.stride(0), past.stride(0), after.stride(0), D=D, W=weight.shape[1], SILU=silu,
             BD=BD, R=rows, **_has(bias=bias), **overlapped(x_t.device), num_warps=warps)
     return _as(y, x_t)
@@ -536,14 +537,12 @@ def _(x_t, state, weight, bias, silu):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x_t, state)]
 
 
-@custom_op("longhorn_kit::short_conv_step_", mutates_args=("state",))
-def _step_(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
-           slots: Tensor | None = None) -> Tensor:
-    whole = state if written_directly(state) else state.float().contiguous()
-    y = conv_step(x_t, whole, whole, weight, bias, silu, slots)
-    if whole is not state:
-        state.copy_(whole)
-    return y
+def _step_in_place(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+                   slots: Tensor | None = None) -> Tensor:
+    return updated(state, lambda S: conv_step(x_t, S, S, weight, bias, silu, slots))
+
+
+_step_ = custom_op("longhorn_kit::short_conv_step_", mutates_args=("state",))(_step_in_place)
 
 
 @_step_.register_fake
@@ -554,9 +553,8 @@ def _(x_t, state, weight, bias, silu, slots=None):
 def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
     args = x_t, state, weight, bias, activation is not None
-    direct = in_eager(*args[:4], slots)
+    direct, ops = in_eager(*args[:4], slots), torch.ops.longhorn_kit
     if not inplace:
-        return (_fresh_step if direct else torch.ops.longhorn_kit.short_conv_step.default)(*args)
-    if direct and written_directly(state):
-        return conv_step(x_t, state, state, *args[2:], slots), changed(state)
-    return torch.ops.longhorn_kit.short_conv_step_.default(*args, slots), state
+        return (_fresh_step if direct else ops.short_conv_step.default)(*args)
+    y = (_step_in_place if direct else ops.short_conv_step_.default)(*args, slots)
+    return y, changed(state) if direct else state

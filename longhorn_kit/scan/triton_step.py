@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .launch import changed, in_eager, launch
-from .triton_conv import overlapped, written_directly
+from .triton_conv import overlapped, updated
 from longhorn_kit.scan.triton_portable import (
     RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
     _stored, on_its_device)
@@ -88,8 +88,8 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     (B, D), N = x.shape, state.shape[2]
     out, (block, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N)
     if B * D:
-        launch(
-            _step_kernel, B * _cdiv(D, block), q, k, x, b, z, A, bias, skip, state, after, slots, out,
+        launch(_step_kernel, B * _cdiv(D, block),
+            q, k, x, b, z, A, bias, skip, state, after, slots, out,
             len(state), q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
             state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block,
             B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
@@ -112,14 +112,12 @@ def _(rule, q, k, x, b, A, state, bias, skip, z):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, state)]
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-n20
-@custom_op("longhorn_kit::step_", mutates_args=("state",))
-def _step_(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor, bias: Tensor | None,
-           skip: Tensor | None, z: Tensor | None, slots: Tensor | None = None) -> Tensor:
-    whole = state if written_directly(state) else state.float().contiguous()
-    out = launch_step(rule, q, k, x, b, A, whole, whole, bias, skip, z, slots)
-    if whole is not state:
-        state.copy_(whole)
-    return out
+def _step_in_place(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
+                   bias: Tensor | None, skip: Tensor | None, z: Tensor | None, slots: Tensor | None = None) -> Tensor:
+    return updated(state, lambda S: launch_step(rule, q, k, x, b, A, S, S, bias, skip, z, slots))
+
+
+_step_ = custom_op("longhorn_kit::step_", mutates_args=("state",))(_step_in_place)
 
 
 @_step_.register_fake
@@ -137,9 +135,8 @@ def triton_step(
 ):
     "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
     args = rule, q, k, x, b, A, state, bias, skip, z
-    direct = in_eager(*args[1:], slots)
+    direct, ops = in_eager(*args[1:], slots), torch.ops.longhorn_kit # by name: see `triton_conv`
     if not inplace:
-        return (_fresh_step if direct else torch.ops.longhorn_kit.step.default)(*args)
-    if direct and written_directly(state):
-        return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z, slots), changed(state)
-    return torch.ops.longhorn_kit.step_.default(*args, slots), state # by name: see `triton_conv`
+        return (_fresh_step if direct else ops.step.default)(*args)
+    out = (_step_in_place if direct else ops.step_.default)(*args, slots)
+    return out, changed(state) if direct else state
