@@ -505,7 +505,7 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
 def conv_step_plan(B: int, D: int) -> tuple: # sequences, channels
     "Return the channels and the sequences per program of a step, and its warps: one channel per lane."
     BD = min(128, max(32, triton.next_power_of_2(D)))
-    return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 1024 else 1, BD // 32
+    return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 512 else 1, BD // 32
 
 
 @on_its_device
