@@ -175,16 +175,21 @@ def test_operations_are_well_formed():
         torch.library.opcheck(op, conv, test_utils=checks)
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("slots", (None, [2], [-1]))
+def test_compiles_without_graph_breaks(slots):
     a, state = inputs(1, 3, 2)
-    n = at(a, 0)
-    def two_steps(state):
+    n, slots = at(a, 0), None if slots is None else torch.tensor(slots, device=DEVICE)
+    pool, weight = state if slots is None else state.repeat(3, 1, 1), torch.randn(3, 3, device=DEVICE)
+    options = dict(inplace=True, state_indices=slots, backend="triton")
+    def two_steps(state, past):
         for _ in range(2):
-            out, state = longhorn_step(n["q"], n["k"], n["x"], n["b"], state, n["bias"], n["skip"], n["z"], inplace=True, backend="triton")
+            x, past = causal_conv1d_step(n["x"], past, weight, **options)
+            out, state = longhorn_step(n["q"], n["k"], x, n["b"], state, n["bias"], n["skip"], n["z"], **options)
         return out
-    one, two = state.clone(), state.clone()
-    out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(one)
-    assert torch.equal(out, two_steps(two)) and torch.equal(one, two)
+    one, two = [(pool.clone(), pool.clone()) for _ in range(2)]
+    out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(*one)
+    assert torch.equal(out, two_steps(*two)) and all(map(torch.equal, one, two))
+    assert torch.equal(one[0], pool) == torch.equal(one[1], pool) == (slots is not None and int(slots) < 0)
 
 
 @pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a"))
