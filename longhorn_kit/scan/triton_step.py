@@ -89,7 +89,8 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
     bias, skip, A, slots = _contiguous(bias, skip, A, slots)
     (B, D), N = x.shape, state.shape[2]
-    out, (block, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N, slots is None and A is None)
+    block, warps = plan or step_plan(B, D, N, slots is None and A is None)
+    out = _empty(x)(B, D, dtype=_stored(x.dtype))
     if B * D:
         launch(_step_kernel, B * _cdiv(D, block),
             q, k, x, b, z, A, bias, skip, state, after, slots, out,
