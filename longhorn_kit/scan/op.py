@@ -156,7 +156,8 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
         *cut, A_t = cut
         q, k, x, b, z, A_t, S, v_bias, skip = widened(*cut, A if A_t is None else A_t, S, bias, D_skip)
         v = b if v_bias is None else b + v_bias
-        S = STEPS[form](S, k, x, torch.sigmoid(v)) if form else s6_update(S, k, x, F.softplus(v) if dt_softplus else v, A_t)
+        w = torch.sigmoid(v) if form else F.softplus(v) if dt_softplus else v
+        S = STEPS[form](S, k, x, w) if form else s6_update(S, k, x, w, A_t)
         return skip_and_gate((S * q[:, None, :]).sum(-1), x, skip, z).to(x_t.dtype), S
 
     rows = (q_t, k_t, x_t, b_t, z_t, A if A is not None and A.dim() == 3 else None)
