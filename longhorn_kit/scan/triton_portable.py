@@ -356,7 +356,8 @@ def _turned(*tensors):
     NT, ND, rest = _cdiv(T, 64), _cdiv(D, BD), [None] * (4 - n)
     strides = [stride for t in (*tensors, *rest) for stride in ((0, 0) if t is None else t.stride()[::2])]
     if out.numel():
-        launch(_turn_kernel, B * NT * ND, *tensors, *rest, out, T, D, NT, ND, B * T * D, *strides, BT=64, BD=BD, num_warps=4)
+        launch(_turn_kernel, B * NT * ND, *tensors, *rest, out, T, D, NT, ND, B * T * D, *strides, BT=64, BD=BD,
+               num_warps=4)
     return out.unbind()
 
 
