@@ -128,14 +128,16 @@ def test_scan_in_every_dtype(width, N, dtype, given):
         check_scan(scan_case(width=width, N=N, L=21, dtype=dtype), layout, given)
 
 
-def test_views_are_used_without_a_copy_and_outputs_are_views():
+def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs():
     new = drawer()
-    both = new(2, 11, 12)
-    x, z = both.transpose(1, 2).chunk(2, 1)
-    out, last = selective_scan_fn(x, x, -torch.ones(6, 4, device=DEVICE), new(2, 4, 11), new(2, 4, 11), z=z, return_last_state=True)
-    y = causal_conv1d_fn(x, new(6, 4))
-    assert out.shape == y.shape == (2, 6, 11) and last.shape == (2, 6, 4)
-    assert out.mT.is_contiguous() and y.mT.is_contiguous()
+    for order in ("rows", "time"):
+        both = (new(2, 11, 16).mT if order == "rows" else new(2, 16, 11)).requires_grad_()
+        x, z = both.chunk(2, 1)
+        out, last = selective_scan_fn(x, x, -torch.ones(8, 4, device=DEVICE), new(2, 4, 11), new(2, 4, 11), z=z, return_last_state=True)
+        y = causal_conv1d_fn(x, new(8, 4))
+        assert out.shape == y.shape == (2, 8, 11) and last.shape == (2, 8, 4) and out.mT.is_contiguous() and y.mT.is_contiguous()
+        for grad in torch.autograd.grad(out.sum() + y.sum(), (x, z)):
+            assert DEVICE == "cpu" or grad.is_contiguous() == (order == "time")
 
 
 @pytest.mark.parametrize("layout", ("rows", "time"))

@@ -17,10 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import (
-    call_form, check_choice, check_optional, check_tensor, documented, passed, remember)
+    HAS_TRITON, call_form, check_choice, check_optional, check_tensor, documented, passed, remember)
+from .launch import unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
+
+# %% ../../nbs/machine/mamba.ipynb #mamba-004b
+def rows_of(t: Tensor | None) -> Tensor | None: # (B,D,L) -> (B,L,D)
+    "Return a view with time before channels; the gradient of t gets the layout of t."
+    if t is None:
+        return None
+    rows = t.mT
+    if rows.requires_grad and t.is_cuda and t.stride(-1) == 1 != t.stride(-2) and HAS_TRITON and unwatched():
+        from longhorn_kit.scan.triton_portable import _last_contiguous
+        rows.register_hook(lambda grad: _last_contiguous(grad.mT).mT)
+    return rows
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-005
 def check_rates(A: Tensor) -> None:
@@ -51,9 +63,9 @@ def coordinate(M: Tensor, n: int, width: int) -> Tensor: # (D,N), (B,N,L) or (B,
         return M[:, n]
     return M[:, n, :, None] if M.dim() == 3 else M[:, :, n].mT.repeat_interleave(width // M.shape[1], -1)
 
-def scan_by_coordinate(u, delta, A, B, C, bias, softplus):
+def scan_by_coordinate(x, dt, A, B, C, bias, softplus):
     "Run one scan per state coordinate: read-outs (B,L,D) and last state (B,D,N)."
-    x, dt, A, B, C = widened(u.mT, delta.mT, A, B, C)
+    x, dt, A, B, C = widened(x, dt, A, B, C)
     y, states, one = 0, [], x.new_ones(1).expand(*x.shape[:2], 1)
     for n in range(A.shape[1]):
         S, last = selective_scan(one, one, x * coordinate(B, n, x.shape[2]), dt, A[:, n : n + 1], bias,
@@ -73,16 +85,16 @@ def selective_scan_fn(
 ) -> Tensor | Any:
     """Run mamba-ssm's `selective_scan_fn`: return out (B,D,L) in u.dtype, or (out, last_state (B,D,N)).
 
-    `out` is a view of (B,L,D) memory. All inputs get gradients, through the last state too, where mamba-ssm ignores it.
+    `out` is a view of (B,L,D) memory. All inputs get gradients, through the last state too, where mamba-ssm has none.
     Raises ValueError, naming the argument that does not fit."""
     tensors = (u, delta, A, B, C, D, z, delta_bias)
     if not passed(call := call_form("selective_scan_fn", tensors=tensors)):
         check_scan(*tensors)
         remember(call, "triton", u)
-    x, dt, gate = (None if t is None else t.mT for t in (u, delta, z))
+    x, dt, gate = map(rows_of, (u, delta, z))
     options: dict[str, Any] = dict(output_final_state=True, dt_softplus=delta_softplus)
     if B.dim() == 2 or B.shape[:-2] != C.shape[:-2]:
-        y, last = scan_by_coordinate(u, delta, A, B, C, delta_bias, delta_softplus)
+        y, last = scan_by_coordinate(x, dt, A, B, C, delta_bias, delta_softplus)
         out = skip_and_gate(y, *widened(x, D, gate)).to(u.dtype)
     elif B.dim() == 3 or B.shape[1] == 1:
         keys, queries = (M.flatten(0, -3).mT for M in (B, C))
@@ -119,7 +131,7 @@ def causal_conv1d_fn(
     `out` is a view of (B,L,D) memory. Raises ValueError, naming the argument that does not fit."""
     check_tensor("x", x, ("B", "D", "L"))
     if seq_idx is None:
-        result = causal_conv1d(x.mT, weight, bias, activation=activation, initial_state=initial_states,
+        result = causal_conv1d(rows_of(x), weight, bias, activation=activation, initial_state=initial_states,
                                output_final_state=return_final_states)
         if not return_final_states:
             return result.mT
