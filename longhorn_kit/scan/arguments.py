@@ -74,6 +74,12 @@ def check_arguments(
     if rate == "dt":
         check_tensor("A", A, (D, N), (*(*axes, 1)[:2], N), like="x and q", device=q.device)
 
+def s6_form(A: Tensor, dt_softplus: bool) -> str: # (D,N), or rates of tokens with three axes
+    "Return the name of Mamba's rule: by the shape of its rates, and by whether the logits are already step sizes."
+    if A.dim() == 3 and not dt_softplus:
+        raise ValueError(f"A has shape {tuple(A.shape)}; with dt_softplus=False it must be (D, N)")
+    return "s6_time_varying" if A.dim() == 3 else "s6" if dt_softplus else "s6_given"
+
 # %% ../../nbs/machine/arguments.ipynb #arguments-n14
 def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T")):
     "Raise ValueError, naming the argument, unless a matrix scan's tensors fit together, or a step's: lead (B,)."

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .arguments import exporting, in_range, traced
+from .arguments import exporting, in_range, s6_form, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
@@ -63,7 +63,8 @@ def _trial(form, T, D, N, bounds, device):
     # Results and gradients of one case by fast, then by portable kernels.
     new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
-    rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
+    rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
+    b = b.abs() if form == "s6_given" else b
     A = {} if rates is None else dict(A=-new(*rates).exp())
     n = bias = skip = state = cu = None
     if bounds:
@@ -93,7 +94,7 @@ def _disagreement(device):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
 # The forms that have fast kernels, and the steps between their checkpoints.
-OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_time_varying": 8}
+OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_given": 8, "s6_time_varying": 8}
 
 def _not_taken(form, q, k, checkpoint_every):
     # Why the fast kernels of a form do not take these, or None.
@@ -278,9 +279,9 @@ def _operands(form, q, k):
     return q, k
 
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
-                cu_seqlens=None, checkpoint="fast"):
+                cu_seqlens=None, checkpoint="fast", dt_softplus=True):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
-    form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
+    form = form if A is None else s6_form(A, dt_softplus)
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

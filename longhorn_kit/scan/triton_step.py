@@ -59,7 +59,7 @@ def _step_kernel(
         skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
     if HAS_BIAS:
         v += tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    if RULE == S6:
+    if RULE >= S6:
         A = tl.load(A_ptr + dn, mask=m, other=0.0).to(tl.float32)
     if RULE == S6_TIMED:
         A = tl.load(A_ptr + row * sA + n, mask=mn, other=0.0).to(tl.float32)[:, None]
@@ -132,7 +132,7 @@ def _(rule, q, k, x, b, A, state, bias, skip, z, slots=None):
 def triton_step(
     rule: str, # a key of `RULES`
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
-    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
+    A: Tensor | None, state: Tensor, # (D,N), or (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
     bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
     inplace: bool = False, # write the next state into `state`
     slots: Tensor | None = None, # (B,) rows of a pool, in place only
