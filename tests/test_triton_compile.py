@@ -141,19 +141,65 @@ print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rule
     assert out.strip() == "2"
 
 
-def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why():
-    out, log = without_interpreter("-c", """
+@pytest.mark.parametrize("moved, works", (("triton.experimental.gluon.language.nvidia", "False False False"),
+                                          ("longhorn_kit.scan.triton_exact", "True False True")))
+def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(moved, works):
+    "For those forms alone that need what has moved."
+    out, log = without_interpreter("-c", f"""
 import sys
 class Moved:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("triton.experimental.gluon.language.nvidia.ampere"):
+        if name.startswith("{moved}"):
             raise ImportError("moved")
 sys.meta_path.insert(0, Moved())
+import torch
+torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan import triton_op
-print(triton_op.fast_kernels_work(0), triton_op.fast_kernels_work(1))
+for device in range(2):
+    print(*(triton_op.fast_kernels_work(device, form) for form in ("diagonal", "exact", "s6")))
 """)
-    assert out == "False False\n"
+    assert out.splitlines() == [works] * 2
     assert log.count("UserWarning") == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
+
+
+def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces():
+    out, log = without_interpreter("-c", """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+torch.cuda.get_device_capability = lambda device: (9, 0)
+from longhorn_kit.scan import triton_op
+tried = []
+triton_op._disagreement = lambda device, form, wide: tried.append((form, wide)) or (form == "s6" and "they are wrong" or None)
+triton_op.KNOWN_TRITON = "0.0",
+ask = lambda *forms: [triton_op.fast_kernels_work(0, form) for form in forms]
+with FakeTensorMode():
+    print(ask("exact"), tried)
+for _ in range(2):
+    print(ask("exact", "diagonal", "s6"), tried)
+""")
+    known = "[False, True, False] [('diagonal', False), ('s6', False)]"
+    assert out.splitlines() == ["[False] []", known, known]
+    assert log.count("UserWarning") == 2 and "call one scan of form 'exact' before" in log and "they are wrong" in log
+
+
+@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("diagonal", True, False), ("diagonal", True, True)))
+def test_a_trial_compares_fast_and_portable_kernels(form, wide, broken, monkeypatch):
+    "On a CPU, a shorter one, with the kernels' emulator."
+    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_op
+    from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
+    if not triton_op.INTERPRETED:
+        pytest.skip("the interpreter is for machines without a GPU")
+    for module, name in ((triton_diagonal, "diagonal"), (triton_exact, "exact")):
+        for part in ("plan", "forward", "backward"):
+            monkeypatch.setattr(triton_op, f"{name}_{part}", getattr(module, f"{name}_{part}"), raising=False)
+    if broken:
+        right = triton_op.diagonal_forward
+        monkeypatch.setattr(triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a)))
+    T, D, N, bounds = triton_op.TRIAL[wide]
+    case = 20, 40, N, bounds and (0, 7, 20)
+    with gluon_on_cpu():
+        found = list(triton_op._trial(form, *case, "cpu"))
+    assert triton_op._agree(*found) != broken and len(found[0]) == len(found[1]) > 7
 
 
 def test_what_the_fast_kernels_do_not_take_is_said_once():
@@ -223,8 +269,8 @@ for form in FORMS:
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
     from longhorn_kit.scan.triton_diagonal import diagonal_plan
     from longhorn_kit.scan.triton_op import TRIAL
-    assert {case[2] for case in TRIAL} == {16, 64} and {bool(case[3]) for case in TRIAL} == {False, True}
-    for T, D, N, bounds in TRIAL:
+    assert {case[2] for case in TRIAL.values()} == {16, 64} and {bool(case[3]) for case in TRIAL.values()} == {False, True}
+    for T, D, N, bounds in TRIAL.values():
         plans = [diagonal_plan(1, T, D, N, len(bounds) - 1 if bounds else None, way) for way in ("forward", "backward")]
         assert all(p.segmented for p in plans)         # carries in both directions
 

@@ -7,12 +7,13 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
 import warnings
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from itertools import product
 
 import torch
 import triton
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
@@ -22,15 +23,26 @@ from .launch import differentiable, in_eager
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
 from .triton_portable_backward import portable_backward
 
-_obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
-if not _obstacle:
+_obstacles = {} # of a set of kernels: why it cannot run here
+
+@contextmanager
+def _may_have_moved(kernels): # Gluon is experimental: another Triton may have moved any part of it
     try:
+        yield
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        _obstacles[kernels] = f"with triton {triton.__version__} they cannot be imported ({what})"
+
+if INTERPRETED or torch.version.hip is not None:
+    _obstacles = dict.fromkeys(("diagonal", "exact", "selective"), "they need an NVIDIA GPU")
+else:
+    with _may_have_moved("diagonal"):
         from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan
+    with _may_have_moved("exact"):
         from longhorn_kit.scan.triton_exact import exact_forward, exact_plan, exact_takes
         from longhorn_kit.scan.triton_exact_backward import exact_backward
+    with _may_have_moved("selective"):
         from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
-    except Exception as error: # Gluon is experimental: another Triton may have moved any part of it
-        _obstacle = f"with triton {triton.__version__} they cannot be imported ({type(error).__name__}: {error})"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-010
 FAST = True # False: the portable kernels always
@@ -43,20 +55,21 @@ def _portable_instead(why): # cached: one warning per reason
 
 
 @cache
-def fast_kernels_work(device: int) -> bool: # index of the GPU
-    "Return whether the fast kernels may run on a GPU; warn if not."
-    why = _obstacle
+def fast_kernels_work(device: int, form: str, wide: bool = False) -> bool: # index of the GPU, more than 16 states
+    "Return whether the fast kernels of a form may run on a GPU; warn if not. The first answer holds."
+    why = _obstacles.get(form if form in ("diagonal", "exact") else "selective")
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
     if not why and not triton.__version__.startswith(KNOWN_TRITON):
-        why = _disagreement(device)
+        untried = traced() or detect_fake_mode() is not None
+        why = (f"triton {triton.__version__} is untested, and a trial cannot run inside a compiler or a CUDA graph; "
+               f"call one scan of form {form!r} before") if untried else _disagreement(device, form, wide)
     if why:
         _portable_instead(why)
     return why is None
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-012
-TRIAL = ( # T, D, N, bounds of packed sequences: several segments; the second also with states, bias and skip
-    (600, 40, 16, None), (600, 40, 64, (0, 7, 600)))
+TRIAL = {False: (600, 40, 16, None), True: (600, 40, 64, (0, 7, 600))} # wide: T, D, N, bounds of packed sequences
 
 
 def _trial(form, T, D, N, bounds, device):
@@ -65,10 +78,9 @@ def _trial(form, T, D, N, bounds, device):
     q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
     rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
     A = {} if rates is None else dict(A=-new(*rates).exp())
-    n = bias = skip = state = cu = None
-    if bounds:
-        n, bias, skip = len(bounds) - 1, new(D), new(D)
-        state, cu = new(n, D, N).float(), torch.tensor(bounds, device=device)
+    n = len(bounds) - 1 if bounds else None
+    bias, skip, state = new(D), new(D), new(n or 1, D, N).float()
+    cu = torch.tensor(bounds, device=device) if bounds else None
     for path in (form, "portable"):
         plan, forward, backward = _path_kernels(path, form)
         out, final, ckpt = forward(plan(1, T, D, N, n, "forward"), q, k, x, b, bias, skip, z, state, cu, **A)
@@ -76,20 +88,21 @@ def _trial(form, T, D, N, bounds, device):
         yield [out, final, *(g for g in grads if g is not None)]
 
 
-def _disagreement(device):
-    # Why fast and portable kernels disagree on small cases; None if they agree.
+def _agree(found, right):
+    return all((f.float() - r.float()).norm() <= 0.02 * r.float().norm() for f, r in zip(found, right))
+
+
+def _disagreement(device, form, wide):
+    # Why fast and portable kernels of a form disagree on a small case; None if they agree.
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)
-        for form, case in product(OWN_SPACING, TRIAL):
-            try:
-                fast, right = _trial(form, *case, f"cuda:{device}")
-            except Exception as error: # a compiler may fail in any way
-                return f"triton {triton.__version__} does not build them ({type(error).__name__})"
-            if not all((f.float() - r.float()).norm() <= 0.02 * r.float().norm() for f, r in zip(fast, right)):
-                return f"with triton {triton.__version__} they disagree"
-    return None
+        try:
+            fast, right = _trial(form, *TRIAL[wide], f"cuda:{device}")
+        except Exception as error: # a compiler may fail in any way
+            return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
+    return None if _agree(fast, right) else f"with triton {triton.__version__} those of form {form!r} are wrong"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
 # The forms that have fast kernels, and the steps between their checkpoints.
@@ -109,7 +122,8 @@ def _not_taken(form, q, k, checkpoint_every):
 
 def scan_path(form, q, k, x, checkpoint_every=0):
     "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
-    if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
+    if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0
+            and fast_kernels_work(x.device.index or 0, form, k.shape[2] > 16)):
         return "portable"
     why = _not_taken(form, q, k, checkpoint_every)
     if why:
