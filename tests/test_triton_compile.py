@@ -185,13 +185,13 @@ for _ in range(2):
 @pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("diagonal", True, False), ("diagonal", True, True)))
 def test_a_trial_compares_fast_and_portable_kernels(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
-    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_op
+    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op
     from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
     if not triton_op.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")
-    for module, name in ((triton_diagonal, "diagonal"), (triton_exact, "exact")):
-        for part in ("plan", "forward", "backward"):
-            monkeypatch.setattr(triton_op, f"{name}_{part}", getattr(module, f"{name}_{part}"), raising=False)
+    for module in (triton_diagonal, triton_exact, triton_exact_backward):
+        for name in {f"{form}_{part}" for part in ("plan", "forward", "backward")} & set(dir(module)):
+            monkeypatch.setattr(triton_op, name, getattr(module, name), raising=False)
     if broken:
         right = triton_op.diagonal_forward
         monkeypatch.setattr(triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a)))
