@@ -60,7 +60,7 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        kind = "many channels" if "diagonal many" in row["case"] else "" if "diagonal" in row["case"] else "another rule"
+        kind = "many channels" if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3" else "" if "diagonal" in row["case"] else "another rule"
         kernel = named if (named := f"{row['kernel']}, {kind}") in BOUNDS else row["kernel"]
         usual = AMD.get(kernel, (32, 0, 1)) if amd else BOUNDS[kernel][states]
         bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
