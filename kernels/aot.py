@@ -324,10 +324,10 @@ def with_release(version, words):
     "What this program reports with another Triton, a release or a folder that has one: (rows, why it stopped or None)."
     with tempfile.TemporaryDirectory() as folder:
         if pathlib.Path(version).is_dir():
-            here = version
+            here = os.path.abspath(version)
         else:
             here = folder
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--no-cache-dir",
+            subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--no-cache-dir",
                             "--disable-pip-version-check", "--target", folder, f"triton=={version}"], check=True)
         env = os.environ | dict(PYTHONPATH=os.pathsep.join([here, str(ROOT)]), TRITON_CACHE_DIR=str(pathlib.Path(folder, "cache")))
         done = subprocess.run([sys.executable, __file__, "--json", "--keep-going", *words], env=env, capture_output=True, text=True)

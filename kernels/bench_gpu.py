@@ -2,12 +2,14 @@
 
 Every case is first compared with the float64 reference, output, last state and all gradients, at its own batch, width and
 state size and as many steps as fit (the plan of a kernel does not depend on more). Then the whole forward (with the states
-that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`.
+that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA
+graph each; the cases of EAGER also as calls of the public function with gradients, with the host's part of a call.
 """
 import contextlib
 import json
 import math
 import multiprocessing
+import pathlib
 import re
 import statistics
 import time
@@ -16,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import triton
 
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan import longhorn_scan, selective_scan, triton_op
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.speed import scan_floors
+from longhorn_kit.scan.speed import row_floors
 import decode_times
 from peers import PEERS
 from rates import measure_rates
@@ -28,6 +30,9 @@ TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)                   # 
 PEER_TOLERANCE = 2e-2                                                         # theirs round more in between
 INTERPRETED = triton_op.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
+EAGER = ("main", "chosen")                                                    # sections whose public calls are timed too
+MARGIN = 0.05                                                                 # from run to run, the same kernel differed by this
+COUNTED = pathlib.Path(__file__).parent / "results/sm_90.json"                # instructions of the compiled kernels
 ORACLE_BYTES = 24e9                                                           # what autograd in float64 may hold
 ANCHORS = {
     "gpu": "NVIDIA H200",
@@ -138,6 +143,14 @@ def path(name):
         triton_op.FAST = before
 
 
+def public(case, a, cu=None):
+    "The output, by the function that users call."
+    rest = dict(initial_state=a["initial_state"], cu_seqlens=cu, backend="triton", checkpoint=case.checkpoint)
+    if case.form == "s6":
+        return selective_scan(*(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest)
+    return longhorn_scan(*(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest)
+
+
 def by_kernels(case, a, cu):
     data = (a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A"))
     return triton_op.triton_scan(*data, form=case.form, initial_state=a["initial_state"], cu_seqlens=cu, checkpoint=case.checkpoint)
@@ -238,23 +251,65 @@ def calls(case, seed):
     return forward, operator("scan_backward", values), kept, kernels
 
 
-def stopwatch(run):
+@contextlib.contextmanager
+def launched():
+    "The names of the kernels that Triton launches meanwhile, as a set; none in the interpreter."
+    from triton.compiler import CompiledKernel
+    names, before = set(), CompiledKernel.launch_metadata
+
+    def note(self, *args):
+        names.add(self.metadata.name)
+        return before(self, *args)
+
+    CompiledKernel.launch_metadata = note
+    try:
+        yield names
+    finally:
+        CompiledKernel.launch_metadata = before
+
+
+def check_path(case, kernels, names):
+    "Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation chose, `names`: what was launched."
+    portable = {n for n in names if n.startswith("_scan_")}
+    if case.path == "fast" and kernels == "portable" and not INTERPRETED and case.dtype == "bfloat16":
+        raise Wrong(f"{label(case)}: the portable kernels were chosen")
+    if names and bool(portable) != (kernels == "portable"):
+        raise Wrong(f"{label(case)}: {kernels} kernels were chosen, but {', '.join(sorted(names))} ran")
+
+
+def stopwatch(run, spread=False):
     "Milliseconds of one call by the host's clock: what there is in the interpreter."
     start = time.perf_counter()
     run()
-    return 1e3 * (time.perf_counter() - start)
+    ms = 1e3 * (time.perf_counter() - start)
+    return (ms, ms, ms) if spread else ms
 
 
-def on_gpu(run):
-    "Median milliseconds on the GPU; of three runs where one takes long."
+def on_gpu(run, spread=False):
+    "Median milliseconds on the GPU, of three runs where one takes long; `spread`: lower quartile, median, upper quartile."
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
     if time.perf_counter() - start < 0.1:
-        return triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
-    return statistics.median(slowly(run) for _ in range(3))
+        found = triton.testing.do_bench(run, warmup=10, rep=60, quantiles=[0.25, 0.5, 0.75])
+    else:
+        found = sorted(slowly(run) for _ in range(3))
+    return found if spread else found[1]
+
+
+def host(run, calls=20, rounds=5):
+    "Microseconds that the host takes for a call, without waiting for the GPU: the median of some rounds."
+    found = []
+    for _ in range(1 if INTERPRETED else rounds):
+        if not INTERPRETED:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(1 if INTERPRETED else calls):
+            run()
+        found.append(1e6 * (time.perf_counter() - start) / (1 if INTERPRETED else calls))
+    return statistics.median(found)
 
 
 def slowly(run):
@@ -271,18 +326,61 @@ milliseconds = stopwatch if INTERPRETED else on_gpu
 
 def timed(case, seed, rates):
     "One row of the record."
-    forward, backward, kept, kernels = calls(case, seed)
+    with launched() as names:
+        forward, backward, kept, kernels = calls(case, seed)
+        with path(case.path):
+            backward()
+    check_path(case, kernels, names)
     row = {n: v for n, v in asdict(case).items() if n not in ("path", "packed")} | dict(
-        T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B)
+        T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B, kept_bytes_per_x=round(kept, 2))
+    hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
+    counted = json.loads(COUNTED.read_text()) if hopper or INTERPRETED else None
     with path(case.path):
         for way, run in (("forward", forward), ("backward", backward)):
-            row[f"{way}_ms"] = round(milliseconds(run if INTERPRETED else decode_times.graphed(run).replay), 4)
-            floors = scan_floors(case.form, case.B, row["T"], case.D, case.N, way, rates, chunk=16 if kernels == "exact" else 0,
-                                 z=case.z, itemsize=getattr(torch, case.dtype).itemsize, kept=case.N / 16)
+            low, row[f"{way}_ms"], high = (round(ms, 4) for ms in milliseconds(
+                run if INTERPRETED else decode_times.graphed(run).replay, spread=True))
+            row[f"{way}_quartiles"] = [low, high]
+            floors = row_floors(row, way, rates, counted)
             row[f"{way}_bound"] = max(floors, key=floors.get)
             row[f"{way}_share"] = round(max(floors.values()) / row[f"{way}_ms"], 3)
-    row["kept_bytes_per_x"] = round(kept, 2)
+        if case.section in EAGER:
+            row |= eager(case, seed)
     return row
+
+
+def eager(case, seed):
+    "Of calls of the public function with gradients: milliseconds on the GPU, launches by the host included, and the host's part."
+    a, dout, _, bounds = draw(case, seed)
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    row, a = {}, leaves_of(a)
+    with torch.enable_grad():
+        with launched() as names:
+            out = public(case, a, cu)
+            leaves = [t for t in a.values() if t is not None]
+            backward = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            backward()
+        check_path(case, "portable" if INTERPRETED or case.path == "portable" else case.form, names)
+        for way, run in (("forward", lambda: public(case, a, cu)), ("backward", backward)):
+            low, ms, high = (round(ms, 4) for ms in milliseconds(run, spread=True))
+            row |= {f"eager_{way}_ms": ms, f"eager_{way}_quartiles": [low, high], f"host_{way}_us": round(host(run), 1)}
+    return row
+
+
+def slower(new, old, margin=MARGIN):
+    """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
+    than the margin. A record of medians alone has no quartiles."""
+    key = lambda row: tuple(row.get(n) for n in ("section", "shape", "form", "kernels"))
+    rows = lambda record: {key(row): row for row in record["rows"] if row["section"] == "main" and "kernels" in row}
+    before, found = rows(old), []
+    for name, row in rows(new).items():
+        for what in ("forward", "backward", "eager_forward", "eager_backward"):
+            was, now = before.get(name, {}).get(f"{what}_ms"), row.get(f"{what}_ms")
+            if was is None or now is None:
+                continue
+            limit = before[name].get(f"{what}_quartiles", [was, was])[1] * (1 + margin)
+            if row.get(f"{what}_quartiles", [now, now])[0] > limit:
+                found.append(f"{name[1]}, {name[2]}, {name[3]} kernels: {what.replace('_', ' call, ')} {now:.3f} ms, was {was:.3f}")
+    return found
 
 
 def warm(case):
@@ -394,6 +492,8 @@ def report(row, anchors):
             text += f" x{rival[way == 'backward'] / ms:<5.2f}"
         if f"{way}_share" in row:
             text += f" {100 * row[f'{way}_share']:3.0f} % of {row[f'{way}_bound']:<10}"
+    if "eager_forward_ms" in row:
+        text += " | " + " ".join(f"{row[f'eager_{way}_ms']:.3f} ({row[f'host_{way}_us']:.0f} us)" for way in ("forward", "backward"))
     if row.get("wrong"):
         text += "  wrong: " + ", ".join(row["wrong"])
     print(text, flush=True)
@@ -460,6 +560,7 @@ def main(args, environment):
     with torch.no_grad():
         rates = measure_rates(milliseconds, DEVICE, small=INTERPRETED)
     gpu = environment["gpu"]
+    print("columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with gradients, ms (host)")
     print(f"{gpu}: " + ", ".join(f"{n} {r / 1e12:.3g} T/s" for n, r in rates.items()), flush=True)
     anchors = ANCHORS if gpu == ANCHORS["gpu"] else {}
     check, rows, errors, left_out, bad = Checker(args.seed), [], {}, [], []
@@ -486,7 +587,8 @@ def main(args, environment):
     return dict(
         **environment, seed=args.seed, seconds=round(time.monotonic() - start),
         measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs above 0.1 s); whole forward with "
-                "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch",
+                "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch; eager: calls of the "
+                "public function with gradients; host: the host's part of such a call; quartiles: lower and upper, over repeats",
         rates=rates, worst_error={n: shown(e) for n, e in errors.items()}, left_out=left_out, wrong=bad,
         absent=[p.name for p in PEERS if not p.here], others_measured_before=anchors, rows=rows)
 

@@ -1,4 +1,5 @@
 """Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and shared memory."""
+import importlib.util
 import json
 import operator
 import os
@@ -102,6 +103,36 @@ def test_portable_kernels_compile_and_keep_what_is_no_number():
 @pytest.mark.parametrize("what, target", [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))])
 def test_all_kernels_compile(what, target):
     assert_bounded(compiled(what, [target]))
+
+
+@pytest.mark.release
+@pytest.mark.timeout(7200)
+def test_fast_kernels_compile_with_every_release_of_triton(tmp_path):
+    without_interpreter("kernels/aot.py", "--triton", "all", "--out", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(found) > 4 and all(release["compiled"] > 300 for release in found)
+
+
+def test_a_release_of_triton_is_tried_separately(tmp_path):
+    "The installed one, as it is and with a part missing, from folders that stand for downloads."
+    here = pathlib.Path(importlib.util.find_spec("triton").origin).parent
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "triton").symlink_to(here)
+    (tmp_path / "broken/sitecustomize.py").write_text("""
+import sys
+class Moved:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton.experimental.gluon.language.nvidia.ampere":
+            raise ImportError("moved")
+sys.meta_path.insert(0, Moved())
+""")
+    words = [ROOT / "kernels/aot.py", "--triton", "whole", "broken", "--only", "^fast exact states$", "--out", "found.json"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"))
+    whole, broken = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert done.returncode == 1 and whole["compiled"] > 0 == len(whole["failed"]), done.stderr
+    assert broken["compiled"] == 0 and broken["failed"] == ["ImportError: moved"] and "ImportError: moved" in done.stdout
 
 
 @pytest.mark.slow
