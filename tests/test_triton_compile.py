@@ -306,6 +306,43 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
         assert all(p.segmented for p in plans)         # carries in both directions
 
 
+def test_the_kernels_of_a_backward_are_built_beside_the_first_forward():
+    "Those that the backward launches, with the same options, from tensors without values."
+    out, _ = without_interpreter("-c", """
+import contextlib, sys
+sys.path.insert(0, "kernels")
+import aot, torch
+from longhorn_kit.scan import triton_op
+torch.cuda.device = lambda device: contextlib.nullcontext()
+def options(launches): # aot.py's backward has the gradient of a last state
+    return [(kernel.__name__, {n: v for n, v in o.items() if n not in ("way", "HAS_DHT", "HAS_EDGE")}) for kernel, _, o in launches]
+for form in ("exact", "diagonal", "s6"):
+    a = aot.inputs(form=form, state=False)
+    tensors = [a[n] for n in ("q", "k", "x", "b", "bias", "skip", "z", "A", "initial_state")]
+    right = [launch for launch in aot.fast_launches(form, state=False) if launch[2]["way"] == "backward"]
+    found = options(aot.record(lambda: triton_op._build_backward(form, form, 0, None, tensors)))
+    assert found == options(right) and len(found) > 2, (found, options(right))
+""")
+
+
+def test_the_first_call_of_a_kind_builds_both(monkeypatch):
+    from longhorn_kit.scan import triton_op
+    built = []
+    monkeypatch.setattr(triton_op, "_build_backward", lambda path, form, every, device, tensors: built.append(tensors))
+    monkeypatch.setattr(triton_op, "_BUILT", set())
+    monkeypatch.setattr(triton_op, "traced", lambda: False)
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+    x = torch.empty(1, 3, 8).as_subclass(OnGPU)
+    tensors = (torch.empty(1, 3, 4), torch.empty(1, 3, 4), x, x[..., ::2], *[None] * 5)
+    monkeypatch.setattr(triton_op, "scan_path", lambda *a: "exact")
+    triton_op._backward_builder("exact", 0, tensors).join()
+    assert triton_op._backward_builder("exact", 0, tensors) is None              # once
+    assert triton_op._backward_builder("diagonal", 0, (*tensors[:2], torch.empty(1, 3, 8), *tensors[3:])) is None # on a GPU
+    (made,) = built
+    assert all(t is None or t.is_meta for t in made) and made[3].stride() == (24, 8, 2) and made[2].shape == x.shape
+
+
 def test_inputs_begin_where_copies_can():
     "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
     from longhorn_kit.scan.triton_gluon import _aligned, _keys

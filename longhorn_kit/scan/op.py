@@ -87,8 +87,8 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
         remember(call, backend, q)
     if known or backend == "triton":
         from longhorn_kit.scan.triton_op import triton_scan
-        out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state,
-                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint)
+        out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state, checkpoint=checkpoint,
+                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), first=bool(call) and not known)
         return out if final else out[0]
     one = TORCH_SCANS[backend][1] if form is None else partial(TORCH_SCANS[backend][0], form=form)
     if lengths is not None and backend == "chunked" and torch.compiler.is_compiling():

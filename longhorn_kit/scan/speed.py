@@ -129,7 +129,7 @@ def row_floors(
     row: dict, way: str, rates: dict, # of a scan in a record; "forward" or "backward"; as for `scan_floors`
     compiled: dict | None = None, # that `kernels/aot.py --out` wrote for this GPU
 ) -> dict: # milliseconds
-    "Return the floors of a timed scan, with the states that it kept; those of the compiled code only for plain main rows."
+    "Return the floors of a timed scan with the states that it kept; of the compiled code only for plain main rows."
     form, size, fast = row["form"], [row[name] for name in "BTDN"], row["kernels"] == row["form"]
     floors = scan_floors(form, *size, way, rates, 16 if fast and form == "exact" else 0, z=row["z"],
                          itemsize=4 if row["dtype"] == "float32" else 2, kept=row["kept_bytes_per_x"])

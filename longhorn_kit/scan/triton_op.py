@@ -7,8 +7,9 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
+from threading import Thread
 
 import torch
 import triton
@@ -283,6 +284,29 @@ _differentiable = differentiable(_run, _setup, _gradients)
 once_only(_scan_backward,
           "longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
 
+# %% ../../nbs/machine/triton_op.ipynb #18_triton_op-build
+_BUILT = set() # kinds of calls whose backward was built beside the first forward
+
+def _build_backward(path, form, every, device, tensors):
+    # The launches of a backward, on the meta device: kernels are built and loaded, and nothing runs.
+    q, k, x, b, b_bias, D_skip, z, A, _ = tensors
+    plan, extra = _plan(path, form, every, *_sizes(k, x, None, "backward")), {} if A is None else dict(A=A)
+    with torch.cuda.device(device), torch.no_grad(), suppress(Exception): # the backward itself will say what fails
+        _path_kernels(path, form, every)[2](plan, x, None, x.new_empty(1), q, k, x, b, b_bias, D_skip, z, None, **extra)
+
+def _backward_builder(form, every, tensors):
+    # A thread that does this for tensors like these, or None.
+    q, k, x, *_ = tensors
+    path = scan_path(form, q, k, x, every)
+    kind = (path, form, every, x.device, k.shape[2], *(t is None or t.dtype for t in tensors))
+    if kind in _BUILT or not x.is_cuda or traced():
+        return None
+    _BUILT.add(kind)
+    like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
+    thread.start()
+    return thread
+
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-030
 def _operands(form, q, k):
     # Queries and keys as autocast gives them to products: only the exact form multiplies matrices.
@@ -292,17 +316,21 @@ def _operands(form, q, k):
     return q, k
 
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
-                cu_seqlens=None, checkpoint="fast"):
+                cu_seqlens=None, checkpoint="fast", first=False):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
     form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     every, checked = _spacing(checkpoint, k.shape[-1]), cu_seqlens is None or not traced()
+    builder = None
     if in_eager(*tensors, cu_seqlens):
         scan, save, kernels = _differentiable if learns else _run, learns, ""
+        builder = _backward_builder(form, every, tensors) if first and learns else None
     else: # by name: see `triton_conv`
         scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
         kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
+    if builder:
+        builder.join()
     return out, final
