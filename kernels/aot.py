@@ -337,20 +337,16 @@ def with_release(version, words):
 
 def try_releases(args):
     "Compile with one release after the other; print a line each. Returns one dictionary per release."
-    known = json.loads((ROOT / "kernels/results/sm_90.json").read_text()) if args.target == ["sm_90"] else dict(triton="", rows=[])
-    before, found = {}, []
-    for row in known["rows"]:
-        before.setdefault((row["case"], row["kernel"]), []).append(row["spill"])
-    print(f"{'triton':<10} {'compiled':>8} {'failed':>6} {'spilling':>8} {'most':>8}   spill more than in the record")
+    found = []
+    print("triton     compiled  failed  spilling  most spilled, bytes")
     for version in releases(args.triton):
         rows, stopped = with_release(version, ["--what", "fast", "--only", args.only, "--target", *args.target])
         built = [row for row in rows if "error" not in row]
         failed = [f"{row['case']}, {row['kernel']}: {row['error']}" for row in rows if "error" in row] + [stopped] * bool(stopped)
-        more = {row["case"] for row in built if row["spill"] > max(before.get((row["case"], row["kernel"]), [row["spill"]]))}
-        found.append(dict(triton=version, compiled=len(built), failed=failed, spilling=sum(row["spill"] > 0 for row in built),
-                          most=max([row["spill"] for row in built], default=0), more=sorted(more)))
-        print("{triton:<10} {compiled:>8} {0:>6} {spilling:>8} {most:>6} B   {1}".format(
-            len(failed), ", ".join(found[-1]["more"]), **found[-1]), *failed[:3], sep="\n  ", flush=True)
+        spills = [row["spill"] for row in built if row["spill"]]
+        found.append(dict(triton=version, compiled=len(built), failed=failed, spilling=len(spills), most=max(spills, default=0)))
+        print(f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  {max(spills, default=0):>6}", *failed[:3],
+              sep="\n  ", flush=True)
     return found
 
 
@@ -362,7 +358,7 @@ def reported(name, launch, target, args):
     except Exception as error:
         if not args.keep_going:
             raise
-        return row | dict(error=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error).strip() else ''}")
+        return row | dict(error=f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}")
     row |= dict(**used, unwaited=unwaited(built), nan=nan(built),
                 loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
     if args.out and not target.startswith("gfx"):

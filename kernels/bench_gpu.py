@@ -277,38 +277,35 @@ def check_path(case, kernels, names):
         raise Wrong(f"{label(case)}: {kernels} kernels were chosen, but {', '.join(sorted(names))} ran")
 
 
-def stopwatch(run, spread=False):
-    "Milliseconds of one call by the host's clock: what there is in the interpreter."
+def stopwatch(run):
+    "Milliseconds of one call by the host's clock, three times: what there is in the interpreter."
     start = time.perf_counter()
     run()
-    ms = 1e3 * (time.perf_counter() - start)
-    return (ms, ms, ms) if spread else ms
+    return [1e3 * (time.perf_counter() - start)] * 3
 
 
-def on_gpu(run, spread=False):
-    "Median milliseconds on the GPU, of three runs where one takes long; `spread`: lower quartile, median, upper quartile."
+def on_gpu(run):
+    "Milliseconds on the GPU: lower quartile, median and upper quartile; least, median and most of three runs where one takes long."
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
     if time.perf_counter() - start < 0.1:
-        found = triton.testing.do_bench(run, warmup=10, rep=60, quantiles=[0.25, 0.5, 0.75])
-    else:
-        found = sorted(slowly(run) for _ in range(3))
-    return found if spread else found[1]
+        return triton.testing.do_bench(run, warmup=10, rep=60, quantiles=[0.25, 0.5, 0.75])
+    return sorted(slowly(run) for _ in range(3))
 
 
-def host(run, calls=20, rounds=5):
-    "Microseconds that the host takes for a call, without waiting for the GPU: the median of some rounds."
+def host(run, calls=1 if INTERPRETED else 20):
+    "Microseconds until a call returns, without waiting for the GPU: the median of some rounds."
     found = []
-    for _ in range(1 if INTERPRETED else rounds):
+    for _ in range(1 + calls // 5):
         if not INTERPRETED:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(1 if INTERPRETED else calls):
+        for _ in range(calls):
             run()
-        found.append(1e6 * (time.perf_counter() - start) / (1 if INTERPRETED else calls))
+        found.append(1e6 * (time.perf_counter() - start) / calls)
     return statistics.median(found)
 
 
@@ -321,7 +318,8 @@ def slowly(run):
     return begin.elapsed_time(end)
 
 
-milliseconds = stopwatch if INTERPRETED else on_gpu
+quartiles = stopwatch if INTERPRETED else on_gpu
+milliseconds = lambda run: quartiles(run)[1]
 
 
 def timed(case, seed, rates):
@@ -337,18 +335,21 @@ def timed(case, seed, rates):
     counted = json.loads(COUNTED.read_text()) if hopper or INTERPRETED else None
     with path(case.path):
         for way, run in (("forward", forward), ("backward", backward)):
-            low, row[f"{way}_ms"], high = (round(ms, 4) for ms in milliseconds(
-                run if INTERPRETED else decode_times.graphed(run).replay, spread=True))
-            row[f"{way}_quartiles"] = [low, high]
+            row |= measured(way, run if INTERPRETED else decode_times.graphed(run).replay)
             floors = row_floors(row, way, rates, counted)
             row[f"{way}_bound"] = max(floors, key=floors.get)
             row[f"{way}_share"] = round(max(floors.values()) / row[f"{way}_ms"], 3)
         if case.section in EAGER:
-            row |= eager(case, seed)
+            row |= eager(case, seed, kernels)
     return row
 
 
-def eager(case, seed):
+def measured(name, run):
+    low, middle, high = (round(ms, 4) for ms in quartiles(run))
+    return {f"{name}_ms": middle, f"{name}_quartiles": [low, high]}
+
+
+def eager(case, seed, kernels):
     "Of calls of the public function with gradients: milliseconds on the GPU, launches by the host included, and the host's part."
     a, dout, _, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
@@ -359,27 +360,25 @@ def eager(case, seed):
             leaves = [t for t in a.values() if t is not None]
             backward = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
             backward()
-        check_path(case, "portable" if INTERPRETED or case.path == "portable" else case.form, names)
+        check_path(case, kernels, names)
         for way, run in (("forward", lambda: public(case, a, cu)), ("backward", backward)):
-            low, ms, high = (round(ms, 4) for ms in milliseconds(run, spread=True))
-            row |= {f"eager_{way}_ms": ms, f"eager_{way}_quartiles": [low, high], f"host_{way}_us": round(host(run), 1)}
+            row |= measured(f"eager_{way}", run) | {f"host_{way}_us": round(host(run), 1)}
     return row
 
 
 def slower(new, old, margin=MARGIN):
     """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
     than the margin. A record of medians alone has no quartiles."""
-    key = lambda row: tuple(row.get(n) for n in ("section", "shape", "form", "kernels"))
-    rows = lambda record: {key(row): row for row in record["rows"] if row["section"] == "main" and "kernels" in row}
+    rows = lambda record: {(row["shape"], row["form"], row["kernels"]): row for row in record["rows"]
+                           if row["section"] == "main" and "kernels" in row}
     before, found = rows(old), []
-    for name, row in rows(new).items():
+    for (shape, form, kernels), row in rows(new).items():
+        was = before.get((shape, form, kernels), {})
         for what in ("forward", "backward", "eager_forward", "eager_backward"):
-            was, now = before.get(name, {}).get(f"{what}_ms"), row.get(f"{what}_ms")
-            if was is None or now is None:
-                continue
-            limit = before[name].get(f"{what}_quartiles", [was, was])[1] * (1 + margin)
-            if row.get(f"{what}_quartiles", [now, now])[0] > limit:
-                found.append(f"{name[1]}, {name[2]}, {name[3]} kernels: {what.replace('_', ' call, ')} {now:.3f} ms, was {was:.3f}")
+            if (ms := f"{what}_ms") in row and ms in was:
+                (low, _), (_, high) = (r.get(f"{what}_quartiles", [r[ms]] * 2) for r in (row, was))
+                if low > high * (1 + margin):
+                    found.append(f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} {row[ms]:.3f} ms, was {was[ms]:.3f}")
     return found
 
 

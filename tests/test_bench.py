@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
 
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
@@ -152,15 +153,11 @@ def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
                                  (portable, "portable", {"_diagonal_fwd_kernel"})):
         with pytest.raises(gpu.Wrong, match="were chosen"):
             gpu.check_path(case, kernels, names)
-
-
-def test_launches_are_noted_by_name(monkeypatch):
-    from triton.compiler import CompiledKernel
-    kernel = types.SimpleNamespace(metadata=types.SimpleNamespace(name="_exact_fwd_kernel"))
+    kernel = lambda name: types.SimpleNamespace(metadata=types.SimpleNamespace(name=name))
     monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda self, *args: args)
     with gpu.launched() as names:
-        assert CompiledKernel.launch_metadata(kernel, 1, 2) == (1, 2)
-    CompiledKernel.launch_metadata(types.SimpleNamespace(metadata=types.SimpleNamespace(name="later")))
+        assert CompiledKernel.launch_metadata(kernel("_exact_fwd_kernel"), 1, 2) == (1, 2)
+    CompiledKernel.launch_metadata(kernel("later"))
     assert names == {"_exact_fwd_kernel"}
 
 
