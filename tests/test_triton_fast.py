@@ -233,6 +233,7 @@ def test_tensors_that_begin_anywhere(form, D):
 
 
 def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records(monkeypatch):
+    x = torch.zeros(1, device=DEVICE)
     def works(record=False):
         triton_op.fast_kernels_work.cache_clear()
         triton_op._portable_instead.cache_clear()
@@ -241,7 +242,7 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
             warnings.simplefilter("always")
             if record:
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                    ask()
+                    ask(), x.add_(1)
             return ask(), " ".join(str(w.message) for w in said), len(said)
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
     assert works() == ([True] * 4, "", 0)
