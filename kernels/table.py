@@ -62,11 +62,11 @@ def gpu_table(record, compiled=None):
         cells = [*map(times, rows), *[times(rows[0], name="eager_{}_ms"), times(rows[0], 0, "host_{}_us")] * called]
         cells.append(shares(rows[0], record["rates"], compiled))
         lines.append(f"| {name} | {linked(notebook)} | `{module}` | {where} | {' | '.join(cells)} |")
-    empty = " | " * (3 + 2 * called)
+    empty = " |" * (4 + 2 * called)
     peers = {r["peer"]: r for r in record["rows"] if r.get("peer") and r["shape"] == "S1"}
     for peer, name, notebook, module in TORCH:
         if peer in peers:
-            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}|")
+            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}")
     convolution = {r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"}
     if convolution:
         share = " / ".join(f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward"))
