@@ -332,7 +332,7 @@ def timed(case, seed, rates):
     row = {n: v for n, v in asdict(case).items() if n not in ("path", "packed")} | dict(
         T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B, kept_bytes_per_x=round(kept, 2))
     hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
-    counted = json.loads(COUNTED.read_text()) if hopper or INTERPRETED else None
+    counted = json.loads(COUNTED.read_text()) if (hopper or INTERPRETED) and COUNTED.is_file() else None
     with path(case.path):
         for way, run in (("forward", forward), ("backward", backward)):
             row |= measured(way, run if INTERPRETED else decode_times.graphed(run).replay)

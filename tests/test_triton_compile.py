@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -187,7 +188,7 @@ import torch
 torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan import triton_op
 for device in range(2):
-    print(*(triton_op.fast_kernels_work(device, form) for form in ("diagonal", "exact", "s6")))
+    print(*(triton_op.fast_kernels_work(device, form, False) for form in ("diagonal", "exact", "s6")))
 """)
     assert out.splitlines() == [works] * 2
     assert log.count("UserWarning") == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
@@ -202,7 +203,7 @@ from longhorn_kit.scan import triton_op
 tried = []
 triton_op._disagreement = lambda device, form, wide: tried.append((form, wide)) or (form == "s6" and "they are wrong" or None)
 triton_op.KNOWN_TRITON = "0.0",
-ask = lambda *forms: [triton_op.fast_kernels_work(0, form) for form in forms]
+ask = lambda *forms: [triton_op.fast_kernels_work(0, form, False) for form in forms]
 with FakeTensorMode():
     print(ask("exact"), tried)
 for _ in range(2):
@@ -213,24 +214,25 @@ for _ in range(2):
     assert log.count("UserWarning") == 2 and "call one scan of form 'exact' before" in log and "they are wrong" in log
 
 
-@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("diagonal", True, False), ("diagonal", True, True)))
-def test_a_trial_compares_fast_and_portable_kernels(form, wide, broken, monkeypatch):
+@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("s6_time_varying", True, False), ("diagonal", True, True)))
+def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
-    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op
+    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op, triton_selective
     from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
     if not triton_op.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")
-    for module in (triton_diagonal, triton_exact, triton_exact_backward):
-        for name in {f"{form}_{part}" for part in ("plan", "forward", "backward")} & set(dir(module)):
+    for module in (triton_selective, triton_diagonal, triton_exact, triton_exact_backward):
+        for name in {f"{kind}_{part}" for kind in ("exact", "diagonal", "selective") for part in ("plan", "forward", "backward")} & set(dir(module)):
             monkeypatch.setattr(triton_op, name, getattr(module, name), raising=False)
     if broken:
         right = triton_op.diagonal_forward
         monkeypatch.setattr(triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a)))
-    T, D, N, bounds = triton_op.TRIAL[wide]
-    case = 20, 40, N, bounds and (0, 7, 20)
+    case = 20, 40, triton_op.TRIAL[wide][2], triton_op.TRIAL[wide][3] and (0, 7, 20)
     with gluon_on_cpu():
-        found = list(triton_op._trial(form, *case, "cpu"))
-    assert triton_op._agree(*found) != broken and len(found[0]) == len(found[1]) > 7
+        found, right = triton_op._trial(form, *case, "cpu")
+        monkeypatch.setattr(triton_op, "_trial", lambda *a: (found, right))
+        why = triton_op._disagreement(0, form, wide)
+    assert len(found) == len(right) > 7 and (f"'{form}' are wrong" in why if broken else why is None)
 
 
 def test_what_the_fast_kernels_do_not_take_is_said_once():
@@ -331,6 +333,7 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch):
     monkeypatch.setattr(triton_op, "_build_backward", lambda path, form, every, device, tensors: built.append(tensors))
     monkeypatch.setattr(triton_op, "_BUILT", set())
     monkeypatch.setattr(triton_op, "traced", lambda: False)
+    monkeypatch.setattr(type(triton_op.triton.runtime.driver), "active", types.SimpleNamespace(get_current_target=lambda: None))
     class OnGPU(torch.Tensor):
         is_cuda = True
     x = torch.empty(1, 3, 8).as_subclass(OnGPU)

@@ -7,8 +7,10 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
+from itertools import pairwise
 from threading import Thread
 
 import torch
@@ -21,6 +23,7 @@ from .. import __version__
 from .arguments import exporting, in_range, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
+from .reference import reference_scan, reference_selective_scan
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
 from .triton_portable_backward import portable_backward
 
@@ -56,7 +59,7 @@ def _portable_instead(why): # cached: one warning per reason
 
 
 @cache
-def fast_kernels_work(device: int, form: str, wide: bool = False) -> bool: # index of the GPU, more than 16 states
+def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # index of the GPU; more than 16 states
     "Return whether the fast kernels of a form may run on a GPU; warn if not. The first answer holds."
     why = _obstacles.get(form if form in ("diagonal", "exact") else "selective")
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
@@ -73,37 +76,50 @@ def fast_kernels_work(device: int, form: str, wide: bool = False) -> bool: # ind
 TRIAL = {False: (600, 40, 16, None), True: (600, 40, 64, (0, 7, 600))} # wide: T, D, N, bounds of packed sequences
 
 
+def _by_loop(form, q, k, x, b, b_bias, D_skip, z, A, state, bounds):
+    # Output and last states by the reference, sequence by sequence.
+    from longhorn_kit.scan.op import run_sequences
+
+    def scan(cut, S):
+        if A is None:
+            return reference_scan(*cut[:4], b_bias, D_skip, cut[4], form=form, initial_state=S)
+        return reference_selective_scan(*cut[:4], A if A.dim() == 2 else cut[5], b_bias, D_skip, cut[4], initial_state=S)
+
+    timed = A if A is not None and A.dim() == 3 else None
+    lengths = [end - begin for begin, end in pairwise(bounds)] if bounds else None
+    return run_sequences(scan, (q, k, x, b, z, timed), lengths, state, True)
+
+
 def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case by fast, then by portable kernels.
-    new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
-    q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
+    # Results and gradients of one case: by the fast kernels, and by the loop.
+    n, gen = len(bounds) - 1 if bounds else 1, torch.Generator().manual_seed(0)
+    new = lambda *s: torch.randn(s, generator=gen).bfloat16()
     rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
-    A = {} if rates is None else dict(A=-new(*rates).exp())
-    n = len(bounds) - 1 if bounds else None
-    bias, skip, state = new(D), new(D), new(n or 1, D, N).float()
-    cu = torch.tensor(bounds, device=device) if bounds else None
-    for path in (form, "portable"):
-        plan, forward, backward = _path_kernels(path, form)
-        out, final, ckpt = forward(plan(1, T, D, N, n, "forward"), q, k, x, b, bias, skip, z, state, cu, **A)
-        grads = backward(plan(1, T, D, N, n, "backward"), x, state, ckpt, q, k, x, b, bias, skip, z, cu, **A)
-        yield [out, final, *(g for g in grads if g is not None)]
-
-
-def _agree(found, right):
-    return all((f.float() - r.float()).norm() <= 0.02 * r.float().norm() for f, r in zip(found, right))
+    given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
+             None if rates is None else -new(*rates).exp(), new(n, D, N).float()]
+    dout, dfinal = new(1, T, D), new(n, D, N).float()
+    q, k, x, b, bias, skip, z, A, state, g, dlast = (None if t is None else t.to(device) for t in (*given, dout, dfinal))
+    extra, cu = {} if A is None else dict(A=A), torch.tensor(bounds, device=device) if bounds else None
+    plan, forward, backward = _path_kernels(form, form)
+    sizes = 1, T, D, N, n if bounds else None
+    out, final, ckpt = forward(plan(*sizes, "forward"), q, k, x, b, bias, skip, z, state, cu, **extra)
+    grads = backward(plan(*sizes, "backward"), g, dlast, ckpt, q, k, x, b, bias, skip, z, cu, **extra)
+    found = [t.cpu() for t in (out, final, *grads) if t is not None]
+    leaves = [None if t is None else t.double().requires_grad_() for t in given]
+    right = _by_loop(form, *leaves, bounds)
+    learned = [t for t in leaves if t is not None]
+    return found, [*right, *torch.autograd.grad(right, learned, (dout.double(), dfinal.double()))]
 
 
 def _disagreement(device, form, wide):
-    # Why fast and portable kernels of a form disagree on a small case; None if they agree.
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(0)
-        try:
-            fast, right = _trial(form, *TRIAL[wide], f"cuda:{device}")
-        except Exception as error: # a compiler may fail in any way
-            return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
-    return None if _agree(fast, right) else f"with triton {triton.__version__} those of form {form!r} are wrong"
+    # Why the fast kernels of a form are wrong on a small case; None if they are right.
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            found, right = pool.submit(_trial, form, *TRIAL[wide], f"cuda:{device}").result()
+    except Exception as error: # a compiler may fail in any way
+        return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
+    agree = all((f.double() - r).norm() <= 0.02 * r.norm() for f, r in zip(found, right))
+    return None if agree else f"with triton {triton.__version__} those of form {form!r} are wrong"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
 # The forms that have fast kernels, and the steps between their checkpoints.
@@ -292,7 +308,7 @@ def _build_backward(path, form, every, device, tensors):
     q, k, x, b, b_bias, D_skip, z, A, _ = tensors
     plan, extra = _plan(path, form, every, *_sizes(k, x, None, "backward")), {} if A is None else dict(A=A)
     with torch.cuda.device(device), torch.no_grad(), suppress(Exception): # the backward itself will say what fails
-        _path_kernels(path, form, every)[2](plan, x, None, x.new_empty(1), q, k, x, b, b_bias, D_skip, z, None, **extra)
+        _path_kernels(path, form, every)[2](plan, x, None, _empty(x)(1), q, k, x, b, b_bias, D_skip, z, None, **extra)
 
 def _backward_builder(form, every, tensors):
     # A thread that does this for tensors like these, or None.
@@ -302,6 +318,7 @@ def _backward_builder(form, every, tensors):
     if kind in _BUILT or not x.is_cuda or traced():
         return None
     _BUILT.add(kind)
+    triton.runtime.driver.active.get_current_target() # both threads need it: once
     like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
     thread.start()
