@@ -83,7 +83,8 @@ def _by_loop(form, q, k, x, b, b_bias, D_skip, z, A, state, bounds):
     def scan(cut, S):
         if A is None:
             return reference_scan(*cut[:4], b_bias, D_skip, cut[4], form=form, initial_state=S)
-        return reference_selective_scan(*cut[:4], A if A.dim() == 2 else cut[5], b_bias, D_skip, cut[4], initial_state=S)
+        rates = A if timed is None else cut[5]
+        return reference_selective_scan(*cut[:4], rates, b_bias, D_skip, cut[4], initial_state=S)
 
     timed = A if A is not None and A.dim() == 3 else None
     lengths = [end - begin for begin, end in pairwise(bounds)] if bounds else None
