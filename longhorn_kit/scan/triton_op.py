@@ -10,7 +10,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
-from itertools import pairwise
 from threading import Thread
 
 import torch
@@ -73,50 +72,37 @@ def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # index of th
     return why is None
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-012
-TRIAL = {False: (600, 40, 16, None), True: (600, 40, 64, (0, 7, 600))} # wide: T, D, N, bounds of packed sequences
+TRIAL = 600, 40 # steps and channels: several segments of time, and a block of channels that is not full
 
 
-def _by_loop(form, q, k, x, b, b_bias, D_skip, z, A, state, bounds):
-    # Output and last states by the reference, sequence by sequence.
-    from longhorn_kit.scan.op import run_sequences
-
-    def scan(cut, S):
-        if A is None:
-            return reference_scan(*cut[:4], b_bias, D_skip, cut[4], form=form, initial_state=S)
-        rates = A if timed is None else cut[5]
-        return reference_selective_scan(*cut[:4], rates, b_bias, D_skip, cut[4], initial_state=S)
-
-    timed = A if A is not None and A.dim() == 3 else None
-    lengths = [end - begin for begin, end in pairwise(bounds)] if bounds else None
-    return run_sequences(scan, (q, k, x, b, z, timed), lengths, state, True)
-
-
-def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case: by the fast kernels, and by the loop.
-    n, gen = len(bounds) - 1 if bounds else 1, torch.Generator().manual_seed(0)
+def _trial(form, T, D, N, device):
+    # Results and gradients of one sequence: by the fast kernels, and by the loop.
+    gen = torch.Generator().manual_seed(0)
     new = lambda *s: torch.randn(s, generator=gen).bfloat16()
     rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
     given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
-             None if rates is None else -new(*rates).exp(), new(n, D, N).float()]
-    dout, dfinal = new(1, T, D), new(n, D, N).float()
-    q, k, x, b, bias, skip, z, A, state, g, dlast = (None if t is None else t.to(device) for t in (*given, dout, dfinal))
-    extra, cu = {} if A is None else dict(A=A), torch.tensor(bounds, device=device) if bounds else None
+             None if rates is None else -new(*rates).exp(), new(1, D, N).float()]
+    dout, dfinal = new(1, T, D), new(1, D, N).float()
+    q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
     plan, forward, backward = _path_kernels(form, form)
-    sizes = 1, T, D, N, n if bounds else None
-    out, final, ckpt = forward(plan(*sizes, "forward"), q, k, x, b, bias, skip, z, state, cu, **extra)
-    grads = backward(plan(*sizes, "backward"), g, dlast, ckpt, q, k, x, b, bias, skip, z, cu, **extra)
+    extra = {} if A is None else dict(A=A)
+    out, final, ckpt = forward(plan(1, T, D, N, None, "forward"), q, k, x, b, bias, skip, z, state, None, **extra)
+    grads = backward(plan(1, T, D, N, None, "backward"), dout.to(device), dfinal.to(device), ckpt, q, k, x, b, bias,
+                     skip, z, None, **extra)
     found = [t.cpu() for t in (out, final, *grads) if t is not None]
     leaves = [None if t is None else t.double().requires_grad_() for t in given]
-    right = _by_loop(form, *leaves, bounds)
-    learned = [t for t in leaves if t is not None]
-    return found, [*right, *torch.autograd.grad(right, learned, (dout.double(), dfinal.double()))]
+    q, k, x, b, bias, skip, z, A, state = leaves
+    right = (reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state) if A is None else
+             reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state))
+    leaves = [t for t in leaves if t is not None]
+    return found, [*right, *torch.autograd.grad(right, leaves, (dout.double(), dfinal.double()))]
 
 
 def _disagreement(device, form, wide):
     # Why the fast kernels of a form are wrong on a small case; None if they are right.
     try:
         with ThreadPoolExecutor(1) as pool:
-            found, right = pool.submit(_trial, form, *TRIAL[wide], f"cuda:{device}").result()
+            found, right = pool.submit(_trial, form, *TRIAL, 64 if wide else 16, f"cuda:{device}").result()
     except Exception as error: # a compiler may fail in any way
         return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
     agree = all((f.double() - r).norm() <= 0.02 * r.norm() for f, r in zip(found, right))
