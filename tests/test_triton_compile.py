@@ -1,4 +1,5 @@
 """Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and shared memory."""
+import importlib.util
 import json
 import operator
 import os
@@ -6,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        kind = "many channels" if "diagonal many" in row["case"] else "" if "diagonal" in row["case"] else "another rule"
+        kind = "many channels" if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3" else "" if "diagonal" in row["case"] else "another rule"
         kernel = named if (named := f"{row['kernel']}, {kind}") in BOUNDS else row["kernel"]
         usual = AMD.get(kernel, (32, 0, 1)) if amd else BOUNDS[kernel][states]
         bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
@@ -104,6 +106,36 @@ def test_all_kernels_compile(what, target):
     assert_bounded(compiled(what, [target]))
 
 
+@pytest.mark.release
+@pytest.mark.timeout(7200)
+def test_fast_kernels_compile_with_every_release_of_triton(tmp_path):
+    without_interpreter("kernels/aot.py", "--triton", "all", "--out", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(found) > 4 and all(release["compiled"] > 200 for release in found)
+
+
+def test_a_release_of_triton_is_tried_separately(tmp_path):
+    "The installed one, as it is and with a part missing, from folders that stand for downloads."
+    here = pathlib.Path(importlib.util.find_spec("triton").origin).parent
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "triton").symlink_to(here)
+    (tmp_path / "broken/sitecustomize.py").write_text("""
+import sys
+class Moved:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton.experimental.gluon.language.nvidia.ampere":
+            raise ImportError("moved")
+sys.meta_path.insert(0, Moved())
+""")
+    words = [ROOT / "kernels/aot.py", "--triton", "whole", "broken", "--only", "^fast exact states$", "--out", "found.json"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"))
+    whole, broken = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert done.returncode == 1 and whole["compiled"] > 0 == len(whole["failed"]), done.stderr
+    assert broken["compiled"] == 0 and broken["failed"] == ["ImportError: moved"] and "ImportError: moved" in done.stdout
+
+
 @pytest.mark.slow
 def test_no_offset_of_any_kernel_passes_32_bits():
     "At sizes with far more than 2^31 elements, and as many blocks times rows, from each kernel's own plan and code."
@@ -141,19 +173,65 @@ print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rule
     assert out.strip() == "2"
 
 
-def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why():
-    out, log = without_interpreter("-c", """
+@pytest.mark.parametrize("moved, works", (("triton.experimental.gluon.language.nvidia", "False False False"),
+                                          ("longhorn_kit.scan.triton_exact", "True False True")))
+def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(moved, works):
+    "For those forms alone that need what has moved."
+    out, log = without_interpreter("-c", f"""
 import sys
 class Moved:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("triton.experimental.gluon.language.nvidia.ampere"):
+        if name.startswith("{moved}"):
             raise ImportError("moved")
 sys.meta_path.insert(0, Moved())
+import torch
+torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan import triton_op
-print(triton_op.fast_kernels_work(0), triton_op.fast_kernels_work(1))
+for device in range(2):
+    print(*(triton_op.fast_kernels_work(device, form, False) for form in ("diagonal", "exact", "s6")))
 """)
-    assert out == "False False\n"
+    assert out.splitlines() == [works] * 2
     assert log.count("UserWarning") == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
+
+
+def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces():
+    out, log = without_interpreter("-c", """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+torch.cuda.get_device_capability = lambda device: (9, 0)
+from longhorn_kit.scan import triton_op
+tried = []
+triton_op._disagreement = lambda device, form, wide: tried.append((form, wide)) or (form == "s6" and "they are wrong" or None)
+triton_op.KNOWN_TRITON = "0.0",
+ask = lambda *forms: [triton_op.fast_kernels_work(0, form, False) for form in forms]
+with FakeTensorMode():
+    print(ask("exact"), tried)
+for _ in range(2):
+    print(ask("exact", "diagonal", "s6"), tried)
+""")
+    known = "[False, True, False] [('diagonal', False), ('s6', False)]"
+    assert out.splitlines() == ["[False] []", known, known]
+    assert log.count("UserWarning") == 2 and "call one scan of form 'exact' before" in log and "they are wrong" in log
+
+
+@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("s6_time_varying", True, False), ("diagonal", True, True)))
+def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
+    "On a CPU, a shorter one, with the kernels' emulator."
+    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op, triton_selective
+    from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
+    if not triton_op.INTERPRETED:
+        pytest.skip("the interpreter is for machines without a GPU")
+    for module in (triton_selective, triton_diagonal, triton_exact, triton_exact_backward):
+        for name in {f"{kind}_{part}" for kind in ("exact", "diagonal", "selective") for part in ("plan", "forward", "backward")} & set(dir(module)):
+            monkeypatch.setattr(triton_op, name, getattr(module, name), raising=False)
+    if broken:
+        right = triton_op.diagonal_forward
+        monkeypatch.setattr(triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a)))
+    with gluon_on_cpu():
+        found, right = triton_op._trial(form, 20, 40, 64 if wide else 16, "cpu")
+        monkeypatch.setattr(triton_op, "_trial", lambda *a: (found, right))
+        why = triton_op._disagreement(0, form, wide)
+    assert len(found) == len(right) > 7 and (f"'{form}' are wrong" in why if broken else why is None)
 
 
 def test_what_the_fast_kernels_do_not_take_is_said_once():
@@ -223,10 +301,47 @@ for form in FORMS:
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
     from longhorn_kit.scan.triton_diagonal import diagonal_plan
     from longhorn_kit.scan.triton_op import TRIAL
-    assert {case[2] for case in TRIAL} == {16, 64} and {bool(case[3]) for case in TRIAL} == {False, True}
-    for T, D, N, bounds in TRIAL:
-        plans = [diagonal_plan(1, T, D, N, len(bounds) - 1 if bounds else None, way) for way in ("forward", "backward")]
+    for N in (16, 64):
+        plans = [diagonal_plan(1, *TRIAL, N, None, way) for way in ("forward", "backward")]
         assert all(p.segmented for p in plans)         # carries in both directions
+
+
+def test_the_kernels_of_a_backward_are_built_beside_the_first_forward():
+    "Those that the backward launches, with the same options, from tensors without values."
+    out, _ = without_interpreter("-c", """
+import contextlib, sys
+sys.path.insert(0, "kernels")
+import aot, torch
+from longhorn_kit.scan import triton_op
+torch.cuda.device = lambda device: contextlib.nullcontext()
+def options(launches): # aot.py's backward has the gradient of a last state
+    return [(kernel.__name__, {n: v for n, v in o.items() if n not in ("way", "HAS_DHT", "HAS_EDGE")}) for kernel, _, o in launches]
+for form in ("exact", "diagonal", "s6"):
+    a = aot.inputs(form=form, state=False)
+    tensors = [a[n] for n in ("q", "k", "x", "b", "bias", "skip", "z", "A", "initial_state")]
+    right = [launch for launch in aot.fast_launches(form, state=False) if launch[2]["way"] == "backward"]
+    found = options(aot.record(lambda: triton_op._build_backward(form, form, 0, None, tensors)))
+    assert found == options(right) and len(found) > 2, (found, options(right))
+""")
+
+
+def test_the_first_call_of_a_kind_builds_both(monkeypatch):
+    from longhorn_kit.scan import triton_op
+    built = []
+    monkeypatch.setattr(triton_op, "_build_backward", lambda path, form, every, device, tensors: built.append(tensors))
+    monkeypatch.setattr(triton_op, "_BUILT", set())
+    monkeypatch.setattr(triton_op, "traced", lambda: False)
+    monkeypatch.setattr(type(triton_op.triton.runtime.driver), "active", types.SimpleNamespace(get_current_target=lambda: None))
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+    x = torch.empty(1, 3, 8).as_subclass(OnGPU)
+    tensors = (torch.empty(1, 3, 4), torch.empty(1, 3, 4), x, x[..., ::2], *[None] * 5)
+    monkeypatch.setattr(triton_op, "scan_path", lambda *a: "exact")
+    triton_op._backward_builder("exact", 0, tensors).join()
+    assert triton_op._backward_builder("exact", 0, tensors) is None              # once
+    assert triton_op._backward_builder("diagonal", 0, (*tensors[:2], torch.empty(1, 3, 8), *tensors[3:])) is None # on a GPU
+    (made,) = built
+    assert all(t is None or t.is_meta for t in made) and made[3].stride() == (24, 8, 2) and made[2].shape == x.shape
 
 
 def test_inputs_begin_where_copies_can():

@@ -232,27 +232,33 @@ def test_tensors_that_begin_anywhere(form, D):
     assert_same_bits(got, want)
 
 
-def test_an_unknown_triton_is_checked_not_trusted(monkeypatch):
-    def works():
+def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records(monkeypatch):
+    x = torch.zeros(1, device=DEVICE)
+    def works(record=False):
         triton_op.fast_kernels_work.cache_clear()
         triton_op._portable_instead.cache_clear()
+        ask = lambda: [triton_op.fast_kernels_work(0, form, wide) for form in ("diagonal", "exact") for wide in (False, True)]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            return triton_op.fast_kernels_work(0) and triton_op.fast_kernels_work(0), " ".join(str(w.message) for w in said), len(said)
+            if record:
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    ask(), x.add_(1)
+            return ask(), " ".join(str(w.message) for w in said), len(said)
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
-    monkeypatch.setattr(triton_op, "OWN_SPACING", dict(diagonal=8, exact=16)) # two forms are compiled in half of the time of five
-    assert works() == (True, "", 0)
+    assert works() == ([True] * 4, "", 0)
+    trusted, why, count = works(record=True)           # and the verdict holds after it
+    assert trusted == [False] * 4 and count == 2 and "call one scan of form 'exact' before" in why
     with monkeypatch.context() as broken:
         broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
         trusted, why, count = works()
-        assert not trusted and count == 1 and "ZeroDivisionError" in why
+        assert trusted == [True, True, False, False] and count == 1 and "ZeroDivisionError" in why
     right = triton_diagonal._own_and_carry
     with monkeypatch.context() as broken:              # as if nothing entered a segment of time
         broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
         trusted, why, count = works()
-        assert not trusted and count == 1 and "disagree" in why
+        assert trusted == [False, False, True, True] and count == 1 and "'diagonal' are wrong" in why
     monkeypatch.undo()
-    assert works()[0]
+    assert all(works()[0])
 
 
 def test_what_goes_to_the_portable_kernels_is_warned_of_once_a_reason():

@@ -204,10 +204,11 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
 HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
-@torch.compiler.assume_constant_result # asked while tracing
 def in_functorch() -> bool:
     "Return whether a transform of torch.func runs."
     return torch._C._are_functorch_transforms_active()
+
+setattr(in_functorch, "_dynamo_marked_constant", True) # asked while tracing
 
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."

@@ -88,7 +88,8 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
     if known or backend == "triton":
         from longhorn_kit.scan.triton_op import triton_scan
         out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state, dt_softplus=dt_softplus,
-                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint)
+                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint,
+                          first=bool(call) and not known)
         return out if final else out[0]
     longhorn, mamba = TORCH_SCANS[backend]
     one = partial(mamba, dt_softplus=dt_softplus) if form is None else partial(longhorn, form=form)

@@ -36,10 +36,11 @@ def widened(*tensors: Tensor | None) -> list:
 
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-n12
-@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile this query
 def knows_autocast(device: str) -> bool: # type: "cpu", "cuda", ...
     "Return whether autocast exists for a kind of device; for \"meta\" it does not."
     return torch.amp.is_autocast_available(device)
+
+setattr(knows_autocast, "_dynamo_marked_constant", True) # PyTorch 2.11 cannot compile this query
 
 def no_autocast(device: str): # type: "cpu", "cuda", ...
     "Return a context manager that switches autocast off."

@@ -15,6 +15,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .triton_portable import _contiguous, _last_contiguous, _rows_contiguous
 
+# Triton 3.9 has other names for these.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+
 # %% ../../nbs/machine/triton_gluon.ipynb #triton_diagonal-007
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -74,9 +79,9 @@ def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 
     if VEC == 1:
         shared.store(_load(ptr, offsets, mask, RAGGED))
     elif RAGGED:
-        async_copy.async_copy_global_to_shared(shared, ptr + offsets, mask=mask)
+        _async_load(shared, ptr + offsets, mask=mask)
     else:
-        async_copy.async_copy_global_to_shared(shared, ptr + offsets)
+        _async_load(shared, ptr + offsets)
 
 
 @gluon.jit
