@@ -72,11 +72,11 @@ def _step_kernel(
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
 @lru_cache(4096)
-def step_plan(B: int, D: int, N: int, rule: str = "diagonal") -> tuple: # sequences, channels, state coordinates
+def step_plan(B: int, D: int, N: int, wide: bool = True) -> tuple: # sequences, channels, state coordinates
     "Return the channels per program and its warps: 16 numbers of the state per lane, or as many as suit the GPU."
     NP = triton.next_power_of_2(N)
     block, warps = (2048 // NP, 4) if NP < 128 else (32, 8)
-    if 768 <= B * _cdiv(D, 2 * block) <= 1056 and NP < 128 and rule in ("diagonal", "exact", "decoupled"):
+    if wide and 768 <= B * _cdiv(D, 2 * block) <= 1056 and NP < 128:
         block *= 2 # all programs run at once: 8 on each of 132 multiprocessors
     while block > 8 and (B * _cdiv(D, block) < 128 or block >= 2 * D):
         block, warps = block // 2, max(1, warps // 2)
@@ -89,7 +89,8 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
     bias, skip, A, slots = _contiguous(bias, skip, A, slots)
     (B, D), N = x.shape, state.shape[2]
-    out, (block, warps) = _empty(x)(B, D, dtype=_stored(x.dtype)), plan or step_plan(B, D, N, rule)
+    block, warps = plan or step_plan(B, D, N, slots is None and A is None)
+    out = _empty(x)(B, D, dtype=_stored(x.dtype))
     if B * D:
         launch(_step_kernel, B * _cdiv(D, block),
             q, k, x, b, z, A, bias, skip, state, after, slots, out,
