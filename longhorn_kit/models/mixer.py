@@ -14,6 +14,8 @@ from typing import Any, Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
@@ -142,6 +144,28 @@ def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), a
     "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
     return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
 
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037d
+def again(run: Callable, *inputs: Tensor) -> Any:
+    "Return `run(*inputs)`; compiled for a GPU, the backward pass computes the result again instead of keeping it."
+    if torch.compiler.is_compiling() and inputs[0].is_cuda and torch.is_grad_enabled():
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return run(*inputs)
+
+def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of `bias_apart`'s results
+    "Return `use(*bias_apart(layer, x))`; on a GPU, the backward pass repeats the product for `use`."
+    if not is_plain(layer):
+        return use(layer(x), None)
+    hooked = torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooked or not (x.is_cuda and torch.is_grad_enabled()):
+        return use(again(lambda x: F.linear(x, layer.weight), x), layer.bias)
+    product = F.linear(x, layer.weight)
+    place, dtype, factors = product.data_ptr(), product.dtype, (x.detach(), layer.weight.detach())
+    pack = lambda t: None if t.data_ptr() == place else t
+    unpack = lambda t: F.linear(*(f.to(dtype) for f in factors)) if t is None else t
+    with saved_tensors_hooks(pack, unpack):
+        return use(product, layer.bias)
+
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
     "Projections around a scan, equations (1) to (3) and (6)."
@@ -159,7 +183,8 @@ class ScanProjections(Mixer):
 
     def project_x_z(self, h):
         "Return x' and z of equation (1), two tensors (B,T,d_inner)."
-        if torch.compiler.is_compiling() and is_plain(self.in_proj):
+        ready = h.is_cuda and h.dtype == product_dtype("cuda", h.dtype)
+        if (ready or torch.compiler.is_compiling()) and is_plain(self.in_proj):
             return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
         return self.in_proj(h).chunk(2, -1)
 
@@ -239,7 +264,8 @@ class Longhorn(ScanMixer):
         return bias_apart(self.b_proj, dt_low_rank) if self.rate == "vector" else (self.b_proj(dt_low_rank), None)
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
-        return longhorn_scan(q, k, x, *self.step_sizes(dt_low_rank), self.D_skip, z, form=self.form, **options)
+        run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
+        return with_product(self.b_proj, dt_low_rank, run) if self.rate == "vector" else run(self.b_proj(dt_low_rank), None)
 
     def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
                   **options: Any) -> tuple[Tensor, Tensor]:
