@@ -64,9 +64,10 @@ def check_config(config):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-010-b
-def kernels_run(*tensors: Tensor) -> bool: # of a language model
-    "Return whether Triton kernels run on these: tensors of a GPU, and no float64."
-    return tensors[0].is_cuda and kernel_obstacle("h", *tensors) is None and not transformed(*tensors)
+def kernels_run(*tensors: Tensor) -> bool:
+    "Check whether the kernels of norms and losses take these: plain tensors of a GPU, and no float64."
+    plain = all(type(t) in (Tensor, nn.Parameter) for t in tensors)
+    return tensors[0].is_cuda and plain and kernel_obstacle("h", *tensors) is None and not transformed(*tensors)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):

@@ -145,25 +145,29 @@ def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), a
     return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037d
-def again(run: Callable, *inputs: Tensor) -> Any:
-    "Return `run(*inputs)`; compiled for a GPU, the backward pass computes the result again instead of keeping it."
-    if torch.compiler.is_compiling() and inputs[0].is_cuda and torch.is_grad_enabled():
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return run(*inputs)
+def repeats(x: Tensor) -> bool: # also while a compiler traces
+    "Check whether the backward pass repeats cheap work instead of keeping its results: in training on a GPU."
+    return x.is_cuda and torch.is_grad_enabled()
 
-def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of `bias_apart`'s results
-    "Return `use(*bias_apart(layer, x))`; on a GPU, the backward pass repeats the product for `use`."
-    if not is_plain(layer):
-        return use(layer(x), None)
-    hooked = torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooked or not (x.is_cuda and torch.is_grad_enabled()):
+def again(run: Callable, x: Tensor) -> Any:
+    "Return `run(x)`; in a compiled training step on a GPU, the backward pass repeats it."
+    if torch.compiler.is_compiling() and repeats(x):
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    return run(x)
+
+def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of product and bias
+    "Return `use(*bias_apart(layer, x))`; in training on a GPU, the backward pass repeats the product for `use`."
+    if torch.compiler.is_compiling() and is_plain(layer):
         return use(again(lambda x: F.linear(x, layer.weight), x), layer.bias)
-    product = F.linear(x, layer.weight)
-    place, dtype, factors = product.data_ptr(), product.dtype, (x.detach(), layer.weight.detach())
+    product, bias = bias_apart(layer, x)
+    if not (repeats(x) and is_plain(layer)) or torch._C._autograd._top_saved_tensors_default_hooks(False):
+        return use(product, bias)
+    place, factors = product.data_ptr(), [t.detach() for t in (x, layer.weight)]
+    dtype = product.dtype
     pack = lambda t: None if t.data_ptr() == place else t
     unpack = lambda t: F.linear(*(f.to(dtype) for f in factors)) if t is None else t
     with saved_tensors_hooks(pack, unpack):
-        return use(product, layer.bias)
+        return use(product, bias)
 
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038

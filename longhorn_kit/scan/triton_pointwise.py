@@ -17,33 +17,53 @@ from .triton_portable import INTERPRETED, _cdiv, _stored, _sum_of_rows, on_its_d
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-007
 @triton.jit
+def _logits(logits_ptr, at, V, stride, LAST: tl.constexpr):
+    # Logits in float32; LAST: the end of the row, where columns from V to the stride are padding.
+    if LAST:
+        a = tl.load(logits_ptr + at, mask=at < stride, other=0.0).to(tl.float32)
+        return tl.where(at < V, a, float("-inf"))
+    return tl.load(logits_ptr + at).to(tl.float32)
+
+
+@triton.jit
+def _add_terms(top, total, a):
+    # The largest logit and the sum relative to it, per lane, with the block a (LANES,U).
+    new = tl.maximum(top, tl.max(a, 1))
+    return new, total * tl.exp(top - new) + tl.sum(tl.exp(a - new[:, None]), 1)
+
+
+@triton.jit
 def _cross_entropy_kernel(logits_ptr, target_ptr, loss_ptr, V, stride, LEARNS: tl.constexpr,
                           LANES: tl.constexpr, U: tl.constexpr):
-    # One row: its loss, and p - onehot in place of its logits. Columns from V to the stride are padding.
+    # One row: its loss, and p - onehot in place of its logits.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(target_ptr + row)
     known, inside = target >= 0, target < V
-    right = tl.load(logits_ptr + tl.where(known & inside, target, 0)).to(tl.float32)
+    place = logits_ptr + tl.where(known & inside, target, 0)
+    right = tl.load(place).to(tl.float32)
     at = tl.arange(0, LANES)[:, None] * U + tl.arange(0, U)[None, :]
     top, total = tl.full([LANES], -3e38, tl.float32), tl.zeros([LANES], tl.float32)
-    for first in range(0, V, LANES * U):
-        a = tl.load(logits_ptr + (first + at), mask=first + at < stride, other=0.0).to(tl.float32)
-        a = tl.where(first + at < V, a, float("-inf"))
-        new = tl.maximum(top, tl.max(a, 1))
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(a - new[:, None]), 1)
-        top = new
+    end = V // (LANES * U) * (LANES * U)
+    for first in range(0, end, LANES * U):
+        top, total = _add_terms(top, total, _logits(logits_ptr, first + at, V, stride, False))
+    top, total = _add_terms(top, total, _logits(logits_ptr, end + at, V, stride, True))
     largest = tl.max(top, 0)
-    total = tl.sum(total * tl.exp(top - largest), 0)
-    loss = largest + tl.log(total) - right
+    log_total = tl.log2(tl.sum(total * tl.exp(top - largest), 0))
+    loss = largest + log_total * 0.6931471805599453 - right
     tl.store(loss_ptr + row, tl.where(known, tl.where(inside, loss, float("nan")), 0.0))
     if LEARNS:
-        scale = tl.where(known, 1.0 / total, 0.0)
-        for first in range(0, V, LANES * U):
-            a = tl.load(logits_ptr + (first + at), mask=first + at < stride, other=0.0).to(tl.float32)
-            p = tl.exp(tl.where(first + at < V, a, float("-inf")) - largest) * scale
-            p = tl.where(known & (first + at == target), p - 1.0, p)
-            tl.store(logits_ptr + (first + at), p.to(logits_ptr.dtype.element_ty), mask=first + at < stride)
+        log_total = tl.where(known, log_total, float("inf"))
+        for first in range(0, end, LANES * U):
+            a = _logits(logits_ptr, first + at, V, stride, False)
+            p = tl.exp2((a - largest) * 1.4426950408889634 - log_total)
+            tl.store(logits_ptr + (first + at), p.to(logits_ptr.dtype.element_ty))
+        a = _logits(logits_ptr, end + at, V, stride, True)
+        p = tl.exp2((a - largest) * 1.4426950408889634 - log_total)
+        tl.store(logits_ptr + (end + at), p.to(logits_ptr.dtype.element_ty), mask=end + at < stride)
+        tl.debug_barrier() # the target's lane has stored p
+        p = tl.exp2((right - largest) * 1.4426950408889634 - log_total) - 1.0
+        tl.store(place, p.to(logits_ptr.dtype.element_ty), mask=known & inside)
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-009
 WARPS = 4 if INTERPRETED else 32 # of a row: two rows at a time on each multiprocessor
