@@ -242,5 +242,5 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(h, y, weight, eps, dtype):
-    "Return the stream `h + y` and its norm in `dtype`."
+    "Return the stream `h + y` and its norm in `dtype`, (..,D) each."
     return _AddNorm.apply(h, y, weight, eps, dtype)
