@@ -213,13 +213,12 @@ def mean_loss(
     return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-021-c
+# %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_targets(targets: Tensor, of: Tensor): # (B,T), (B,T,...)
     "Raise a `ValueError` unless there is a target for every token."
     if targets.shape != of.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
     "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
     expected = "(B, T)" if dims == 2 else "(B,)"
