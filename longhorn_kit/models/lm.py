@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import documented, kernel_obstacle, shown, transformed
-from .mixer import again, build_mixer, check_number, check_sizes, product_dtype, wide
+from ..scan.arguments import documented, shown
+from .mixer import again, build_mixer, kernels_run, check_number, check_sizes, product_dtype, wide
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -63,12 +63,6 @@ def check_config(config):
     with torch.device("meta"):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
 
-# %% ../../nbs/models/22_lm.ipynb #22_lm-010-b
-def kernels_run(*tensors: Tensor) -> bool:
-    "Check whether the kernels of norms and losses take these: plain tensors of a GPU, and no float64."
-    plain = all(type(t) in (Tensor, nn.Parameter) for t in tensors)
-    return tensors[0].is_cuda and plain and kernel_obstacle("h", *tensors) is None and not transformed(*tensors)
-
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
     "Root-mean-square normalisation in float32, returned in the weight's dtype."
@@ -86,7 +80,7 @@ class RMSNorm(nn.Module):
         if y is None:
             return self.normalize(h)
         dtype = product_dtype(h.device.type, self.weight.dtype) if h.is_cuda else self.weight.dtype
-        if not torch.compiler.is_compiling() and kernels_run(h, y, self.weight): # a compiler fuses by itself
+        if kernels_run(h, y, self.weight):
             from longhorn_kit.scan.triton_pointwise import add_norm
             return add_norm(h, y, self.weight, self.eps, dtype)
         h = h + y

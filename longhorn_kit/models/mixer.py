@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ..scan.arguments import check_tensor, documented, shown
+from ..scan.arguments import check_tensor, documented, kernel_obstacle, shown, transformed
+from ..scan.launch import in_eager
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -145,6 +146,35 @@ def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), a
     return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037d
+def kernels_run(*tensors: Tensor) -> bool:
+    "Check whether kernels outside the scan take these: plain tensors of a GPU, and no float64."
+    if not tensors[0].is_cuda or kernel_obstacle("x", *tensors):
+        return False
+    return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
+
+def _sum_of_products(a: Tensor, b: Tensor, w: Tensor) -> Tensor: # (M,n) twice, (2n,d)
+    # `torch.cat([a, b], 1) @ w` without copying a and b.
+    upper, lower = w.chunk(2)
+    return (a @ upper).addmm_(b, lower)
+
+_operation = torch.library.custom_op("longhorn_kit::sum_of_products", mutates_args=())(_sum_of_products)
+_operation.register_fake(lambda a, b, w: a.new_empty(len(a), w.shape[1]))
+
+class Halves(torch.autograd.Function):
+    "Both halves of `F.linear(h, weight)` as two tensors; the backward adds the two gradients of h in place."
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(h, weight)
+        return tuple(F.linear(h, half) for half in weight.to(h.dtype).chunk(2))
+
+    @staticmethod
+    def backward(ctx, dx, dz):
+        h, weight = ctx.saved_tensors
+        run = _operation if torch.compiler.is_compiling() else _sum_of_products # a compiler would copy
+        dx, dz, flat = (t.flatten(0, -2) for t in (dx, dz, h))
+        dh = run(dx, dz, weight.to(h.dtype))
+        return dh.view(h.shape), torch.cat([dx.T @ flat, dz.T @ flat]).to(weight.dtype)
+
 def repeats(x: Tensor) -> bool: # also while a compiler traces
     "Check whether the backward pass repeats cheap work instead of keeping its results: in training on a GPU."
     return x.is_cuda and torch.is_grad_enabled()
@@ -187,8 +217,10 @@ class ScanProjections(Mixer):
 
     def project_x_z(self, h):
         "Return x' and z of equation (1), two tensors (B,T,d_inner)."
-        ready = h.is_cuda and h.dtype == product_dtype("cuda", h.dtype)
-        if (ready or torch.compiler.is_compiling()) and is_plain(self.in_proj):
+        plain = is_plain(self.in_proj)
+        if plain and kernels_run(h, self.in_proj.weight) and h.dtype == product_dtype("cuda", h.dtype):
+            return Halves.apply(h, self.in_proj.weight)
+        if plain and torch.compiler.is_compiling():
             return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
         return self.in_proj(h).chunk(2, -1)
 
