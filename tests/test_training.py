@@ -13,7 +13,7 @@ from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged
 from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups
-from longhorn_kit.models.lm import chunked_cross_entropy
+from longhorn_kit.models.memory import chunked_cross_entropy
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 

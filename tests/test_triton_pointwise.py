@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, mixer
-from longhorn_kit.models.lm import Block, chunked_cross_entropy
+from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
+from longhorn_kit.models.lm import Block
+from longhorn_kit.models.memory import chunked_cross_entropy
 
 tp = pytest.importorskip("longhorn_kit.scan.triton_pointwise", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +116,7 @@ def test_a_compiled_block_keeps_neither_the_norm_nor_the_rates(name, monkeypatch
     block, h, y = Block(LMConfig(d_model=32, mixer=name, **options)), torch.randn(1, 9, 32, requires_grad=True), torch.randn(1, 9, 32)
     kept, grads = [], []
     for on in (False, True):
-        monkeypatch.setattr(mixer, "repeats", lambda x: on and torch.is_grad_enabled())
+        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
         torch._dynamo.reset()
         out = torch.add(*torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)(h, y))
         kept.append(sum(t.numel() for t in out.grad_fn.next_functions[0][0].saved_tensors))
@@ -134,7 +135,7 @@ def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     grads, seen, linear = [], [], F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w) or linear(x, w, *bias))
     for on in (False, True):
-        monkeypatch.setattr(mixer, "repeats", lambda x: on and torch.is_grad_enabled())
+        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
         seen.clear()
         loss = model(x).square().sum()
         forward = len(seen)
@@ -163,7 +164,8 @@ def test_gpu_training_with_the_kernels_is_training_without_them(name, d_mlp, bf1
     expected = torch.autograd.grad(exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters()))
     errors = []
     for kernels in (False, True):
-        monkeypatch.setattr(lm, "kernels_run", lambda *tensors: kernels)
+        for module in (lm, memory):
+            monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=40)
         errors.append([far(a, b) for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected)])

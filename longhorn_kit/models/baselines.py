@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .mixer import Mixer, ScanMixer, bias_apart, check_number, check_sizes, register_mixer, wide, with_product
+from .memory import bias_apart, wide, with_product
+from .mixer import Mixer, ScanMixer, check_number, check_sizes, register_mixer
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010

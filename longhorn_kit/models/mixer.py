@@ -14,11 +14,9 @@ from typing import Any, Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-from ..scan.arguments import check_tensor, documented, kernel_obstacle, shown, transformed
-from ..scan.launch import in_eager
+from .memory import halves, is_plain, bias_apart, wide, with_product
+from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
@@ -120,85 +118,12 @@ def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = Non
         raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 
-def wide(t: Tensor) -> Tensor:
-    "Return `t` in float32, or unchanged if it is float64."
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
-    "Return the dtype in which matrix products run: autocast's, or `otherwise`."
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
     "Memory of a scan layer between tokens."
     conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
     S: Tensor    # (B,d_inner,d_state) the state, in float32 (float64 for a float64 layer)
-
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037b
-def is_plain(layer: nn.Module) -> bool:
-    "Check whether a layer is a plain linear one: not wrapped, offloaded, quantised or hooked."
-    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in layer.__dict__:
-        return False
-    return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
-
-def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
-    "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
-    return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
-
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037d
-def kernels_run(*tensors: Tensor) -> bool:
-    "Check whether kernels outside the scan take these: plain tensors of a GPU, and no float64."
-    if not tensors[0].is_cuda or kernel_obstacle("x", *tensors):
-        return False
-    return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
-
-def _sum_of_products(a: Tensor, b: Tensor, w: Tensor) -> Tensor: # (M,n) twice, (2n,d)
-    # `torch.cat([a, b], 1) @ w` without copying a and b.
-    upper, lower = w.chunk(2)
-    return (a @ upper).addmm_(b, lower)
-
-_operation = torch.library.custom_op("longhorn_kit::sum_of_products", mutates_args=())(_sum_of_products)
-_operation.register_fake(lambda a, b, w: a.new_empty(len(a), w.shape[1]))
-
-class Halves(torch.autograd.Function):
-    "Both halves of `F.linear(h, weight)` as two tensors; the backward adds the two gradients of h in place."
-    @staticmethod
-    def forward(ctx, h, weight):
-        ctx.save_for_backward(h, weight)
-        return tuple(F.linear(h, half) for half in weight.to(h.dtype).chunk(2))
-
-    @staticmethod
-    def backward(ctx, dx, dz):
-        h, weight = ctx.saved_tensors
-        run = _operation if torch.compiler.is_compiling() else _sum_of_products # a compiler would copy
-        dx, dz, flat = (t.flatten(0, -2) for t in (dx, dz, h))
-        dh = run(dx, dz, weight.to(h.dtype))
-        return dh.view(h.shape), torch.cat([dx.T @ flat, dz.T @ flat]).to(weight.dtype)
-
-def repeats(x: Tensor) -> bool: # also while a compiler traces
-    "Check whether the backward pass repeats cheap work instead of keeping its results: in training on a GPU."
-    return x.is_cuda and torch.is_grad_enabled()
-
-def again(run: Callable, x: Tensor) -> Any:
-    "Return `run(x)`; in a compiled training step on a GPU, the backward pass repeats it."
-    if torch.compiler.is_compiling() and repeats(x):
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-    return run(x)
-
-def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of product and bias
-    "Return `use(*bias_apart(layer, x))`; in training on a GPU, the backward pass repeats the product for `use`."
-    if torch.compiler.is_compiling() and is_plain(layer):
-        return use(again(lambda x: F.linear(x, layer.weight), x), layer.bias)
-    product, bias = bias_apart(layer, x)
-    if not (repeats(x) and is_plain(layer)) or torch._C._autograd._top_saved_tensors_default_hooks(False):
-        return use(product, bias)
-    place, factors = product.data_ptr(), [t.detach() for t in (x, layer.weight)]
-    dtype = product.dtype
-    pack = lambda t: None if t.data_ptr() == place else t
-    unpack = lambda t: F.linear(*(f.to(dtype) for f in factors)) if t is None else t
-    with saved_tensors_hooks(pack, unpack):
-        return use(product, bias)
-
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
@@ -217,12 +142,7 @@ class ScanProjections(Mixer):
 
     def project_x_z(self, h):
         "Return x' and z of equation (1), two tensors (B,T,d_inner)."
-        plain = is_plain(self.in_proj)
-        if plain and kernels_run(h, self.in_proj.weight) and h.dtype == product_dtype("cuda", h.dtype):
-            return Halves.apply(h, self.in_proj.weight)
-        if plain and torch.compiler.is_compiling():
-            return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
-        return self.in_proj(h).chunk(2, -1)
+        return (halves(h, self.in_proj.weight) if is_plain(self.in_proj) else None) or self.in_proj(h).chunk(2, -1)
 
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
