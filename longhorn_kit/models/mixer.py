@@ -221,7 +221,8 @@ class Longhorn(ScanMixer):
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
-        return with_product(self.b_proj, dt_low_rank, run) if self.rate == "vector" else run(self.b_proj(dt_low_rank), None)
+        vector = self.rate == "vector"
+        return with_product(self.b_proj, dt_low_rank, run) if vector else run(self.b_proj(dt_low_rank), None)
 
     def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
                   **options: Any) -> tuple[Tensor, Tensor]:

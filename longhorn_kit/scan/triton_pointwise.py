@@ -223,7 +223,8 @@ _backward = custom_op("longhorn_kit::add_norm_backward", mutates_args=())(_add_n
 @_forward.register_fake
 def _(h, y, weight, eps, dtype):
     new = lambda dtype: torch.empty(h.shape, device=h.device, dtype=dtype)
-    return new(torch.promote_types(h.dtype, y.dtype)), new(dtype), h.new_empty(h.shape[:-1].numel(), dtype=torch.float32)
+    rows = torch.empty(h.shape[:-1].numel(), device=h.device)
+    return new(torch.promote_types(h.dtype, y.dtype)), new(dtype), rows
 
 
 @_backward.register_fake
