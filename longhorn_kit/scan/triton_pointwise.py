@@ -67,7 +67,7 @@ def _cross_entropy_kernel(logits_ptr, target_ptr, loss_ptr, V, stride, LEARNS: t
         tl.store(place, p.to(logits_ptr.dtype.element_ty), mask=known & inside)
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-009
-WARPS = 4 if INTERPRETED else 32 # of a row: two rows at a time on each multiprocessor
+WARPS = 4 if INTERPRETED else 16 if torch.version.hip else 32 # of a row: the most there can be
 
 @on_its_device
 def cross_entropy_(
@@ -77,8 +77,8 @@ def cross_entropy_(
     "Write the losses of equation (1) in nats, and their gradients in place of the logits."
     if logits.numel():
         _cross_entropy_kernel[(len(logits),)](
-            logits, targets, losses, logits.shape[1], logits.stride(0), LEARNS=learns, LANES=WARPS * 32, U=8,
-            num_warps=WARPS)
+            logits, targets, losses, logits.shape[1], logits.stride(0), LEARNS=learns,
+            LANES=128 if INTERPRETED else 1024, U=8, num_warps=WARPS)
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-012
 def _add_product(total, a, b):
