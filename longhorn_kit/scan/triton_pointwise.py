@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .launch import differentiable
+from .launch import differentiable, in_eager
 from .triton_portable import INTERPRETED, _cdiv, _stored, on_its_device
 from .triton_portable_backward import _sum_of_rows
 
@@ -243,7 +243,7 @@ def _setup(ctx, inputs, output):
 
 def _gradients(ctx, ds, dn, _):
     s, r, weight = ctx.saved_tensors
-    run = _backward if torch.compiler.is_compiling() or torch.is_grad_enabled() else _add_norm_backward
+    run = _add_norm_backward if in_eager(dn, ds) and not torch.is_grad_enabled() else _backward
     dh, dy, dweight = run(torch.zeros_like(s) if dn is None else dn, ds, s, r, weight, *ctx.dtypes)
     return dh, dy if dy.numel() else dh, dweight, None, None
 
