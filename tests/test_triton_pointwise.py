@@ -4,6 +4,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
 from longhorn_kit.models.lm import Block
@@ -134,10 +136,16 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monk
         for module in (lm, memory):
             monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         torch._dynamo.reset()
-        run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled and kernels else block
+        nodes = set()
+        note = lambda graph, _: nodes.update(str(node.target) for node in graph.graph.nodes) or make_boxed_func(graph)
+        backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+        run = torch.compile(block, backend=backend, fullgraph=True) if compiled and kernels else block
         out = torch.add(*run(h, y))
         results.append([out, *torch.autograd.grad(out.square().sum(), [h, y, *block.parameters()])])
     assert max(map(far, *results)) < 2e-6
+    if compiled: # the compiler sees operations, in the backward too
+        assert {"longhorn_kit.add_norm.default", "longhorn_kit.add_norm_backward.default"} <= nodes
+        assert name == "attention" or "longhorn_kit.sum_of_products.default" in nodes
 
 
 @pytest.mark.usefixtures("kernels_of_scans")

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Callable, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .memory import halves, is_plain, bias_apart, wide, with_product
