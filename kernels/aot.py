@@ -254,6 +254,21 @@ def fast_launches(form, packed=None, backward=True, **shape):
     return launches
 
 
+def pointwise_launches():
+    "Return what the loss of 8192 positions launches, and the norm of a stream of width 768 and its backward."
+    from longhorn_kit.scan import triton_pointwise as pointwise
+
+    new = lambda *s, like=torch.bfloat16: torch.empty(s, dtype=like, device="meta")
+
+    def launch():
+        pointwise.cross_entropy_(new(8192, 50304)[:, :50257], new(8192, like=torch.int64), new(8192, like=torch.float32))
+        h, weight = new(64, 1024, 768, like=torch.float32), new(768, like=torch.float32)
+        s, n, r = pointwise._add_norm(h, new(*h.shape), weight, 1e-5, torch.bfloat16)
+        pointwise._add_norm_backward(n, s, s, r, weight, torch.float32, torch.bfloat16)
+
+    return record(launch)
+
+
 def cases(what):
     "(name, launches) of everything to compile."
     if what in ("portable", "all"):
@@ -307,6 +322,8 @@ def cases(what):
             yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
             yield f"fast {form} D=2047", fast_launches(form, B=64, D=2047)
         yield "fast exact states", fast_launches("exact", backward=False)
+    if what in ("pointwise", "all"):
+        yield "loss and norm", pointwise_launches()
 
 
 def releases(asked):
@@ -376,7 +393,7 @@ def reported(name, launch, target, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", default=["sm_90"], choices=list(TARGETS))
-    parser.add_argument("--what", default="all", choices=["all", "portable", "fast"])
+    parser.add_argument("--what", default="all", choices=["all", "portable", "fast", "pointwise"])
     parser.add_argument("--only", default="", help="regular expression that the case's name must contain")
     parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of the table")

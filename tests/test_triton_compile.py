@@ -100,6 +100,12 @@ def test_portable_kernels_compile_and_keep_what_is_no_number():
             assert drop == 0 and (keep > 0) == (row["kernel"] in ("_scan_fwd_kernel", "_adjoint_kernel", "_scan_bwd_kernel")), row
 
 
+def test_kernels_of_norms_and_losses_compile():
+    rows = compiled("pointwise", NVIDIA)
+    assert {r["kernel"] for r in rows} == {"_cross_entropy_kernel", "_add_norm_kernel", "_add_norm_backward_kernel", "_rows_kernel"}
+    assert all(r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80) for r in rows)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("what, target", [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))])
 def test_all_kernels_compile(what, target):
