@@ -129,7 +129,7 @@ def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: dev
 class ScanCache(NamedTuple):
     "Memory of a scan layer between tokens."
     conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
-    S: Tensor    # (B,d_inner,d_state) the state, in float32 (float64 for a float64 layer)
+    S: Tensor    # (B,d_inner,d_state) the state; float32 (float64 in a float64 layer) unless asked otherwise
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037b
 def is_plain(layer: nn.Module) -> bool:
@@ -173,10 +173,10 @@ class ScanProjections(Mixer):
         q, k, dt_low_rank = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
-    def project_step(self, h_t, past, inplace=False):
+    def project_step(self, h_t, past, **options):
         "Project one token (B,d_model); see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
-        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
+        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, **options)
         q, k, dt_low_rank = self.split_x_proj(x)
         return q, k, x, dt_low_rank, z, past
 
@@ -185,9 +185,11 @@ class ScanProjections(Mixer):
         dt_low_rank, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
         return q, k, dt_low_rank
 
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size, device=None, dtype=None, state_dtype=None):
+        "Return the cache before the first token; `state_dtype` is the dtype of the state, float32 or wider if None."
         zeros = lambda size: self.zeros(device, dtype, batch_size, self.d_inner, size)
-        return ScanCache(zeros(self.d_conv - 1), wide(zeros(self.d_state)))
+        S = zeros(self.d_state)
+        return ScanCache(zeros(self.d_conv - 1), wide(S) if state_dtype is None else S.to(state_dtype))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
@@ -203,10 +205,12 @@ class ScanMixer(ScanProjections):
         one_by_one = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
-    def step(self, x_t: Tensor, cache: Any, inplace: bool = False) -> tuple:
-        "Step as `Mixer` does; `inplace` updates and returns `cache`."
-        *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model, self.out_proj.weight), cache.conv, inplace)
-        y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
+    def step(self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None) -> tuple:
+        "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
+        options = dict(inplace=inplace, state_indices=state_indices)
+        check_stream(x_t, 2, self.d_model, self.out_proj.weight)
+        *inputs, past = self.project_step(x_t, cache.conv, **options)
+        y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044

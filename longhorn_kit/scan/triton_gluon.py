@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_portable import _contiguous
+from .triton_portable import _contiguous, _last_contiguous, _rows_contiguous
 
 # Triton 3.9 has other names for these.
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -180,14 +180,18 @@ def _vector(D):
 def _aligned(t, vec):
     # t or a clone, rows a multiple of `vec` elements apart and the first at a multiple of 16 bytes: for wide loads.
     batch, row, column = t.stride()
-    good = column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
+    if column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0:
+        return t
+    if column != 1 and row == 1: # steps are adjacent
+        return _last_contiguous(t)
+    return t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
 
 
 def _keys(t, N):
     if t.shape[-1] == N and t.is_contiguous() and t.data_ptr() % 16 == 0:
         return t
-    return _aligned((torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else t).contiguous(), 1)
+    t = torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else _last_contiguous(t).contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _unpadded(t, N):
@@ -215,4 +219,4 @@ def _steps(vec, *tensors):
 def _ready(p, wide, keys, channels):
     # Elements per copy, and the kernels' inputs: wide ones (B,T,D), keys with N columns, channels (D,).
     vec, each = _vector(p.D), lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors]
-    return vec, each(_aligned, vec, wide), each(_keys, p.NP, keys), _contiguous(*channels)
+    return vec, each(_aligned, vec, _rows_contiguous(wide)), each(_keys, p.NP, keys), _contiguous(*channels)

@@ -19,7 +19,7 @@ from torch._guards import detect_fake_mode
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .arguments import exporting, in_range, traced
+from .arguments import exporting, in_range, s6_form, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
 from .reference import reference_scan, reference_selective_scan
@@ -79,9 +79,11 @@ def _trial(form, T, D, N, device):
     # Results and gradients of one sequence: by the fast kernels, and by the loop.
     gen = torch.Generator().manual_seed(0)
     new = lambda *s: torch.randn(s, generator=gen).bfloat16()
-    rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
+    rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
     given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
              None if rates is None else -new(*rates).exp(), new(1, D, N).float()]
+    if form == "s6_given": # step sizes
+        given[3], given[4] = given[3].abs(), given[4].abs()
     dout, dfinal = new(1, T, D), new(1, D, N).float()
     q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
     plan, forward, backward = _path_kernels(form, form)
@@ -110,7 +112,7 @@ def _disagreement(device, form, wide):
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
 # The forms that have fast kernels, and the steps between their checkpoints.
-OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_time_varying": 8}
+OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_given": 8, "s6_time_varying": 8}
 
 def _not_taken(form, q, k, checkpoint_every):
     # Why the fast kernels of a form do not take these, or None.
@@ -320,9 +322,9 @@ def _operands(form, q, k):
     return q, k
 
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
-                cu_seqlens=None, checkpoint="fast", first=False):
+                cu_seqlens=None, checkpoint="fast", dt_softplus=True, first=False):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
-    form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
+    form = form if A is None else s6_form(A, dt_softplus)
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

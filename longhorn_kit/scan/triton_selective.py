@@ -52,6 +52,12 @@ def _s6_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
 
 
 @gluon.jit
+def _given_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
+    w = b.to(gl.float32) + bias
+    return gl.where(inside, w, 0.0) if RAGGED_T else w
+
+
+@gluon.jit
 def _s6_next(S, k, w, x, a):
     return gl.fma(_exp2(w * a), S, k * x)
 
@@ -189,6 +195,16 @@ def _s6_rate_again(v, slope, kk, inside, RAGGED_T: gl.constexpr):
 
 
 @gluon.jit
+def _given_slope(v):
+    return v * 0.0 + 1.0
+
+
+@gluon.jit
+def _given_rate_again(v, slope, kk, inside, RAGGED_T: gl.constexpr):
+    return gl.where(inside, v, 0.0) if RAGGED_T else v
+
+
+@gluon.jit
 def _s6_fall(fall, kG, x):
     return gl.fma(x, kG, LN2 * fall)
 
@@ -214,6 +230,8 @@ _S6 = Rule(
 
 SELECTIVE_RULES = {
     "s6": _S6._replace(fixed=True),
+    "s6_given": _S6._replace(
+        fixed=True, rate=_given_rate, slope=_given_slope, rate_again=_given_rate_again),
     "s6_time_varying": _S6._replace(timed=True),
     "decoupled": Rule(
         rate=_own_rate, enters=_itself, step=_own_next, drives=_itself, alone=_own_alone, slope=_slope,
@@ -221,6 +239,6 @@ SELECTIVE_RULES = {
 
 
 def selective_plan(rule: str, *sizes, **options) -> PortablePlan:
-    "Return `diagonal_plan` for \"s6\", \"s6_time_varying\" or \"decoupled\"."
+    "Return `diagonal_plan` for a key of `SELECTIVE_RULES`."
     plan = diagonal_plan(*sizes, wide=False, **options)
     return replace(plan, rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_time_varying" else 2)
