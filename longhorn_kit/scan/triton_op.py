@@ -94,8 +94,11 @@ def _trial(form, T, D, N, device):
     found = [t.cpu() for t in (out, final, *grads) if t is not None]
     leaves = [None if t is None else t.double().requires_grad_() for t in given]
     q, k, x, b, bias, skip, z, A, state = leaves
-    right = (reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state) if A is None else
-             reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state))
+    if A is None:
+        right = reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state)
+    else:
+        right = reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state,
+                                         dt_softplus=form != "s6_given")
     leaves = [t for t in leaves if t is not None]
     return found, [*right, *torch.autograd.grad(right, leaves, (dout.double(), dfinal.double()))]
 
