@@ -310,7 +310,8 @@ def _backward_builder(form, every, tensors):
     if kind in _BUILT or not x.is_cuda or traced():
         return None
     _BUILT.add(kind)
-    triton.runtime.driver.active.get_current_target() # both threads need it: once
+    triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
+    getattr(triton.runtime.cache, "triton_key", bool)()
     like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
     thread.start()
