@@ -220,7 +220,7 @@ for _ in range(2):
     assert log.count("UserWarning") == 2 and "call one scan of form 'exact' before" in log and "they are wrong" in log
 
 
-@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("s6_time_varying", True, False), ("diagonal", True, True)))
+@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("s6_given", False, False), ("diagonal", True, True)))
 def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
     from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op, triton_selective

@@ -82,7 +82,8 @@ def _trial(form, T, D, N, device):
     rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
     given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
              None if rates is None else -new(*rates).exp(), new(1, D, N).float()]
-    given[3] = given[3].abs() if form == "s6_given" else given[3]
+    if form == "s6_given": # step sizes
+        given[3], given[4] = given[3].abs(), given[4].abs()
     dout, dfinal = new(1, T, D), new(1, D, N).float()
     q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
     plan, forward, backward = _path_kernels(form, form)
@@ -93,9 +94,11 @@ def _trial(form, T, D, N, device):
     found = [t.cpu() for t in (out, final, *grads) if t is not None]
     leaves = [None if t is None else t.double().requires_grad_() for t in given]
     q, k, x, b, bias, skip, z, A, state = leaves
-    right = (reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state) if A is None else
-             reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state,
-                                      dt_softplus=form != "s6_given"))
+    if A is None:
+        right = reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state)
+    else:
+        right = reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state,
+                                         dt_softplus=form != "s6_given")
     leaves = [t for t in leaves if t is not None]
     return found, [*right, *torch.autograd.grad(right, leaves, (dout.double(), dfinal.double()))]
 
@@ -307,7 +310,8 @@ def _backward_builder(form, every, tensors):
     if kind in _BUILT or not x.is_cuda or traced():
         return None
     _BUILT.add(kind)
-    triton.runtime.driver.active.get_current_target() # both threads need it: once
+    triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
+    getattr(triton.runtime.cache, "triton_key", bool)()
     like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
     thread.start()
