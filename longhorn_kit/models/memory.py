@@ -44,15 +44,6 @@ def kernels_run(*tensors: Tensor) -> bool:
         return False
     return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
 
-# %% ../../nbs/machine/memory.ipynb #memory-010
-def _sum_of_products(a: Tensor, b: Tensor, w: Tensor) -> Tensor: # (M,n) twice, (2n,d)
-    # `torch.cat([a, b], 1) @ w` without copying a and b.
-    upper, lower = w.chunk(2)
-    return (a @ upper).addmm_(b, lower)
-
-_operation = torch.library.custom_op("longhorn_kit::sum_of_products", mutates_args=())(_sum_of_products)
-_operation.register_fake(lambda a, b, w: a.new_empty(len(a), w.shape[1]))
-
 # %% ../../nbs/machine/memory.ipynb #memory-011
 class Halves(torch.autograd.Function):
     "Both halves of `F.linear(h, weight)` as two tensors; the backward adds the two gradients of h in place."
@@ -64,9 +55,9 @@ class Halves(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx, dz):
         h, weight = ctx.saved_tensors
-        run = _sum_of_products if in_eager(dx, dz) else _operation # a compiler would copy
+        upper, lower = weight.to(h.dtype).chunk(2)
         dx, dz, flat = (t.flatten(0, -2) for t in (dx, dz, h))
-        dh = run(dx, dz, weight.to(h.dtype))
+        dh = (dx @ upper).addmm_(dz, lower)
         return dh.view(h.shape), torch.cat([dx.T @ flat, dz.T @ flat]).to(weight.dtype)
 
 def halves(h: Tensor, weight: Tensor) -> Any: # (..,d), (2n,d) -> (..,n) twice
