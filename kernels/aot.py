@@ -36,9 +36,9 @@ from triton.runtime.jit import JITFunction
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
-# kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 without one)
-TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
-         "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
+# kernel: (steps of time in one turn of its main loop, turns of the loops inside it)
+TURNS = {"_diagonal_fwd_kernel": (16, [2]), "_diagonal_adjoint_kernel": (8, []), "_diagonal_bwd_kernel": (16, [3, 0, 4]),
+         "_exact_fwd_kernel": (16, []), "_exact_bwd_kernel": (16, [])}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
 OLDEST = (3, 6)   # release of Triton that pyproject.toml allows
@@ -145,16 +145,16 @@ def loop_count(launch, built):
     if kernel.__name__ not in TURNS:
         return None
     names = dict(zip(kernel.arg_names, args)) | kwargs
-    code, (steps, inner_turns) = disassemble(built), TURNS[kernel.__name__]
+    code, (steps, turns) = disassemble(built), TURNS[kernel.__name__]
     loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
     begin, end = loops[0]
-    inside = [l for l in loops[1:] if begin <= l[0] and l[1] <= end]
-    if len(inside) != (inner_turns > 1):
+    inside = sorted(l for l in loops[1:] if begin <= l[0] and l[1] <= end)
+    if len(inside) != len(turns):
         raise SystemExit(f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise")
     count = collections.Counter()
     for at, operation, _ in code:
         if begin <= at <= end:
-            count[operation] += inner_turns if inside and inside[0][0] <= at <= inside[0][1] else 1
+            count[operation] += next((n for n, (first, last) in zip(turns, inside) if first <= at <= last), 1)
     scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
     of = lambda operations: sum(n for o, n in count.items() if o.split(".")[0] in operations)
     kinds = {kind: round(scale * of(operations), 2) for kind, operations in KINDS.items()}

@@ -241,7 +241,7 @@ def calls(case, seed):
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     spacing = triton_op._spacing(case.checkpoint, case.N)
     with path(case.path):
-        kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"], spacing)
+        kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"])
     values = a | dict(cu_seqlens=cu, form=case.form, checkpoint_every=spacing, save=True, kernels="", checked=True, dout=dout,
                       dfinal=dlast)
     forward = operator("scan", values)

@@ -115,6 +115,8 @@ class Interpreter:
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
         if "shfl" in asm: # lanes that differ in the first dimension exchange and add
             return torch.stack([v.sum(0) for v in args])
+        if "shl" in asm:
+            return args[0].float()
         if "and" in asm:
             return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()

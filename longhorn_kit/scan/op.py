@@ -112,7 +112,7 @@ def longhorn_scan(
     output_final_state: bool = False, # return `(out, final_state)`
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
+    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
 ) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
@@ -202,7 +202,7 @@ def selective_scan(
     output_final_state: bool = False, # return `(out, final_state)`
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
+    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
     dt_softplus: bool = True, # False: Delta = dt + dt_bias, and A is (D,N)
 ) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."

@@ -40,6 +40,16 @@ def _exp(v):
 
 
 @gluon.jit
+def _float(v):
+    # v in float32. The upper bfloat16 of two is masked in place; the compiler would shift it down and up again.
+    if v.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [v], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return v.to(gl.float32)
+
+
+@gluon.jit
 def _at_most(v, most):
     # By default the hardware's minimum drops NaN, and a wrong logit would look right.
     return gl.minimum(v, most, propagate_nan=tl.PropagateNan.ALL)

@@ -114,14 +114,11 @@ def _disagreement(device, form, wide):
     return None if agree else f"with triton {triton.__version__} those of form {form!r} are wrong"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
-# The forms that have fast kernels, and the steps between their checkpoints.
-OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_given": 8, "s6_time_varying": 8}
+FAST_FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying") # that have fast kernels
 
-def _not_taken(form, q, k, checkpoint_every):
+def _not_taken(form, q, k):
     # Why the fast kernels of a form do not take these, or None.
-    N, own = k.shape[2], OWN_SPACING[form]
-    if checkpoint_every % own:
-        return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
+    N = k.shape[2]
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
         return (f"the exact ones take keys and queries in bfloat16; got k {k.dtype}, q {q.dtype}; convert both, "
                 "or call under torch.autocast to bfloat16")
@@ -129,12 +126,19 @@ def _not_taken(form, q, k, checkpoint_every):
         return f"the {form} ones take N up to 64; got N = {N}"
 
 
-def scan_path(form, q, k, x, checkpoint_every=0):
+def _no_room(form, q, k, x):
+    # Why shared memory of 99 KiB, as in GPUs that are not for servers, is too small; or None.
+    if (form == "diagonal" and k.shape[2] > 64 and torch.float32 in (q.dtype, k.dtype, x.dtype)
+            and torch.cuda.get_device_capability(x.device) in ((8, 6), (8, 9), (12, 0), (12, 1))):
+        return "the diagonal ones need more shared memory than this GPU has for more than 64 states in float32"
+
+
+def scan_path(form, q, k, x):
     "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
-    if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0
+    if not (FAST and form in FAST_FORMS and x.is_cuda and x.numel() > 0
             and fast_kernels_work(x.device.index or 0, form, k.shape[2] > 16)):
         return "portable"
-    why = _not_taken(form, q, k, checkpoint_every)
+    why = _not_taken(form, q, k) or _no_room(form, q, k, x)
     if why:
         _portable_instead(why)
     return "portable" if why else form
@@ -172,17 +176,17 @@ def _spacing(checkpoint, N):
     return 0 if checkpoint == "fast" else checkpoint
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-020
-def _stretch(path, k, x, cu_seqlens, checkpoint_every):
+def _stretch(path, plan, x, cu_seqlens, checkpoint_every):
     # How a fast path saves memory: None, not; 0, by a second forward; L, by one from every L-th step.
-    if path == "portable" or checkpoint_every <= OWN_SPACING[path]:
+    if path == "portable" or checkpoint_every <= max(plan.C, plan.kept):
         return None
     L, (B, T, D) = max(checkpoint_every, 64), x.shape
     return L if path != "exact" and cu_seqlens is None and B * D <= 8192 and T % L == 0 else 0
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021
-def _thin(path, L, ckpt, B):
+def _thin(plan, L, ckpt, B):
     # One state every L steps, of those that a forward wrote.
-    return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
+    return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // plan.kept].flatten(0, 1).clone()
 
 
 def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
@@ -202,14 +206,14 @@ def _run(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_sk
          form: str, checkpoint_every: int, save: bool, kernels: str,
          checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "forward"))
-    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     out, final, ckpt = _path_kernels(path, form, checkpoint_every)[1](
         plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra)
     if not checked:
         clear_outside(cu_seqlens, out)
-    return out, final, _thin(path, L, ckpt, x.shape[0]) if save and L else ckpt
+    return out, final, _thin(plan, L, ckpt, x.shape[0]) if save and L else ckpt
 
 
 _scan = custom_op("longhorn_kit::scan", mutates_args=())(_run)
@@ -220,13 +224,13 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     new = _empty(x)
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     results = new(*x.shape, dtype=x.dtype), new(n, x.shape[2], k.shape[2])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
     if not save: # no plan: it would look at sizes that an exporter leaves open
         return *results, new(0, *state)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
-    L = _stretch(path, k, x, cu_seqlens, checkpoint_every)
+    L = _stretch(path, plan, x, cu_seqlens, checkpoint_every)
     chunks = plan.chunks if L is None else L and plan.rows // L
     return *results, new(chunks, *state)
 
@@ -234,9 +238,9 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
 def _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
                   checkpoint_every, checked=True):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "backward"))
-    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     if L is not None:
         ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = _path_kernels(path, form, checkpoint_every)[2](
@@ -305,7 +309,7 @@ def _build_backward(path, form, every, device, tensors):
 def _backward_builder(form, every, tensors):
     # A thread that does this for tensors like these, or None.
     q, k, x, *_ = tensors
-    path = scan_path(form, q, k, x, every)
+    path = scan_path(form, q, k, x)
     kind = (path, form, every, x.device, k.shape[2], *(t is None or t.dtype for t in tensors))
     if kind in _BUILT or not x.is_cuda or traced():
         return None
@@ -339,7 +343,7 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
         builder = _backward_builder(form, every, tensors) if first and learns else None
     else: # by name: see `triton_conv`
         scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
-        kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
+        kernels = f"fast: {', '.join(FAST_FORMS) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
     if builder:
         builder.join()
