@@ -107,7 +107,7 @@ def stale():
 def run(shares, folder):
     "All results, and what the processes printed, of those that failed in full."
     files = [open(folder / f"{i}.txt", "w+") for i in range(len(shares))]
-    running = [pytest("--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file) for i, (share, file) in enumerate(zip(shares, files))]
+    running = [pytest("-vv", "--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file) for i, (share, file) in enumerate(zip(shares, files))]
     results, lost = [], 0
     for i, process in enumerate(running):
         code = process.wait()
