@@ -70,7 +70,7 @@ def test_the_loss_of_features(chunk, dtype, compiled):
     for ours, exact in pairs:
         assert ours.dtype == dtype and far(ours, exact) < 2 * CLOSE[dtype]
     with torch.no_grad():
-        assert torch.equal(tp.linear_cross_entropy(h, weight, targets, chunk, dtype), found)
+        assert torch.allclose(tp.linear_cross_entropy(h, weight, targets, chunk, dtype), found, rtol=1e-6) # another kernel
 
 
 def test_a_loss_without_targets_is_zero_and_so_are_its_gradients():
@@ -114,7 +114,7 @@ def kernels_of_scans(monkeypatch):
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba"])
 def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
     "They come back in the backward, with the same bits."
-    block, h, y = Block(LMConfig(d_model=32, mixer=name)), torch.randn(1, 9, 32, requires_grad=True), torch.randn(1, 9, 32)
+    block, h, y = Block(LMConfig(d_model=32, mixer=name)).to(DEVICE), random(1, 9, 32).requires_grad_(), random(1, 9, 32)
     kept, grads = [], []
     for on in (False, True):
         monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
@@ -152,7 +152,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monk
 def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
     from torch.autograd.graph import saved_tensors_hooks
-    model, x = mixer.build_mixer(name, 32), torch.randn(1, 9, 32)
+    model, x = mixer.build_mixer(name, 32).to(DEVICE), random(1, 9, 32)
     layer = model.dt_proj if name == "mamba" else model.b_proj
     grads, seen, linear = [], [], F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w) or linear(x, w, *bias))

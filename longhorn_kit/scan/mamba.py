@@ -217,11 +217,13 @@ def selective_state_update(
 @contextmanager
 def recomputed(on: bool) -> Iterator[Callable]:
     "Context manager that gives a function `note`: the backward runs `make` again instead of keeping `note(make)`."
+    on = on and not torch.compiler.is_compiling() # a compiler decides itself what is kept
     makers, again = {}, {}
 
     def note(make):
         t = make()
-        makers[t.data_ptr()] = make
+        if on:
+            makers[t.data_ptr()] = make
         return t
 
     def pack(t):
@@ -235,7 +237,6 @@ def recomputed(on: bool) -> Iterator[Callable]:
                 again[kept[0]] = makers[kept[0]]()
         return again[kept[0]].view(kept[1])
 
-    on = on and not torch.compiler.is_compiling() # a compiler decides itself what is kept
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if on else nullcontext():
         yield note
 

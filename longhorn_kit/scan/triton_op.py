@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from threading import Thread
 
 import torch
@@ -136,7 +137,7 @@ def _no_room(form, q, k, x):
 def scan_path(form, q, k, x):
     "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
     if not (FAST and form in FAST_FORMS and x.is_cuda and x.numel() > 0
-            and fast_kernels_work(x.device.index or 0, form, k.shape[2] > 16)):
+            and fast_kernels_work(x.device.index or 0, form, bool(k.shape[2] > 16))): # bool: a tracer has symbols
         return "portable"
     why = _not_taken(form, q, k) or _no_room(form, q, k, x)
     if why:
@@ -312,6 +313,9 @@ def _backward_builder(form, every, tensors):
     path = scan_path(form, q, k, x)
     kind = (path, form, every, x.device, k.shape[2], *(t is None or t.dtype for t in tensors))
     if kind in _BUILT or not x.is_cuda or traced():
+        return None
+    name = {"exact": "_exact_bwd_kernel", "portable": "_scan_bwd_kernel"}.get(path, "_diagonal_bwd_kernel")
+    if any(Path(triton.knobs.cache.dir).glob(f"*/{name}.json")): # compiled before: a thread would only be in the way
         return None
     _BUILT.add(kind)
     triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
