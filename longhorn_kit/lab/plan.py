@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'RATES', 'RECIPE', 'Model', 'Group', 'scan_models', 'walk', 'models_of', 'seeds_of', 'doubt_about',
-           'compare_pairs', 'compare_losses', 'tokens_saved', 'compare_tokens_saved', 'plan_hash']
+           'compare_pairs', 'compare_losses', 'tokens_saved', 'compare_tokens_saved', 'about_one_pass', 'plan_hash']
 
 # %% ../../nbs/machine/plan.ipynb #plan-003
 import hashlib, json, math
@@ -152,7 +152,18 @@ def compare_tokens_saved(record: dict, *groups: str) -> list[Comparison]:
         record, name, (pair,), "{} needs fewer tokens than {}", tokens_saved, unit="%",
         published=45.0 if pair[0].startswith("diagonal") else None)]
 
-# %% ../../nbs/machine/plan.ipynb #plan-025
+# %% ../../nbs/machine/plan.ipynb #plan-024
+def about_one_pass(record: dict) -> str:
+    "Describe a run: unique bytes, parameters and state of every model, its rate, and its function."
+    results = record["results"]
+    models = [model for model in models_of(record).values() if model.get("parameters")]
+    rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
+    each = "; ".join(
+        f"{model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
+        f"numbers, {model['function']}{rate(model)}" for model in models)
+    return f"{results['train_tokens'] / 1e6:.1f}M unique bytes ({' and '.join(results['domains'])}), read once; {each}"
+
+# %% ../../nbs/machine/plan.ipynb #plan-027
 RECIPE = dict(d_model=384, context=1024, rows=128, warmup=0.1, min_lr_ratio=0.1, weight_decay=0.1, betas=(0.9, 0.95),
               clip=1.0)
 
