@@ -30,7 +30,7 @@ from ..models.matrix_mixers import MatrixMixer, scan_backend
 from ..records import atomic_file, check_ranges, read_json
 from ..scan.fla import fla_function
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-013
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-022
 @dataclass(frozen=True)
 class OnePass:
     "One scale of the experiment."
@@ -56,7 +56,7 @@ PRESETS = {"gpu": OnePass(), "laptop": OnePass(
     ("laptop",), "stdlib", 200_000, 16384, d_model=32, context=64, rows=8, points=8,
     rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2), gpu=False)}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-015
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-024
 PLAN = {"commit": "29aa7e664628", "hash": "20c7a367046d32fc"}
 FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")} # arguments of `fit`
 
@@ -65,7 +65,7 @@ def plan_of(config: OnePass) -> dict:
     found = plan_hash(RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")})
     return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] and config.rates == RATES else None}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-018
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-027
 def text_of(config: OnePass) -> dict:
     "Return the arguments of `open_texts`; ValueError without a text."
     data = config.data or os.environ.get("LONGHORN_TEXT")
@@ -83,7 +83,7 @@ def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tupl
         piece = tokens[starts[:, None] * context + inside].long()
         yield piece[:, :-1], piece[:, 1:]
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-021
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-030
 def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input, weight of the outputs in the loss
     "Return a mixer's outputs, and the gradients of the input and of every parameter."
     x = x.clone().requires_grad_()
@@ -102,11 +102,16 @@ def check_layer(mixer, context: int, bf16: bool, most: float = 0.1) -> dict: # m
         raise RuntimeError(f"{function_of(mixer, bf16)} is wrong: relative errors of output and gradients are {errors}")
     return {"function": function_of(mixer, bf16), "output_error": errors[0], "gradient_error": max(errors[1:])}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-022
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
 @torch.no_grad()
 def function_of(mixer, bf16: bool) -> str:
     "Return the name of the function that computes a layer's recurrence."
-    name = scan_backend(mixer, torch.bfloat16 if bf16 else None)
+    dtype = torch.bfloat16 if bf16 else None
+    name = scan_backend(mixer, dtype)
+    if name == "triton":
+        from longhorn_kit.scan.triton_op import scan_path
+        q, x = (mixer.out_proj.weight.new_empty(1, 1, size, dtype=dtype) for size in (mixer.d_state, mixer.d_inner))
+        return f"triton, {scan_path(getattr(mixer, 'form', 's6'), q, q, x)}"
     if not (name.startswith("flash") and isinstance(mixer, MatrixMixer)):
         return name
     scan = mixer.inputs(mixer.out_proj.weight.new_zeros(1, 1, mixer.d_model), mixer.empty_cache(1))[0]
@@ -114,7 +119,7 @@ def function_of(mixer, bf16: bool) -> str:
     decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
     return f"{name}, {fla_function(decay, scan.get('beta'), scan.get('bonus'))}"
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-034
 @lru_cache(maxsize=1)
 def ready_model(config: str, context: int, gpu: bool) -> tuple[SequenceLM, dict]: # config: as JSON
     "Return a model on its device, compiled on a GPU, and what `check_layer` found."
@@ -138,7 +143,7 @@ def held_out(model, texts: Texts, s) -> dict: # s: settings of a job
     sizes = {name: size for name, (_, size) in texts.domains.items()}
     return {name: bits[name] / sizes[name] for name in bits} | {"all": sum(bits.values()) / sum(sizes.values())}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-027
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-036
 def run_job(settings: dict, folder: Path) -> dict:
     "Train one model and measure it along the way; divergence is a result too."
     s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
@@ -163,7 +168,7 @@ def next_byte_loss(model, tokens, targets):
     loss = model(tokens, targets)[1]
     return loss, loss
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-029
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-038
 def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: steps of the points; clock: see `run_job`
     "Return what the record keeps of a run."
     tokens, spans = [step * s.context * s.rows for step in at], [b - a for a, b in zip(clock[::2], clock[1::2])]
@@ -176,7 +181,7 @@ def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: step
             "val": {"tokens": tokens} | {name: [round(point[name], 5) for point in curve] for name in names},
             "train": [round(point["train"], 5) for point in curve]}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040
 def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]: # -> model, its walk, its judged jobs
     "Yield the settings known so far for every model of a group, and the rate that the walk chose, or None."
     texts, planned = open_texts(**text_of(config)), GROUPS[group]
@@ -203,7 +208,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
         known = list(model_jobs(config, group, results))
         yield from (settings for part in (1, 2) for found in known for settings in found[part])
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-033
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
 KEPT = ("val", "train", "bits_per_byte", "diverged", "tokens_per_second", "seconds", "made")
 
 def summarize(config: OnePass, results: Results) -> dict:
