@@ -78,8 +78,12 @@ def longhorn_below(*others: str) -> Callable:
     return partial(compare_language, pairs=tuple(("longhorn", name) for name in others))
 
 _KIT = dict(source="this kit", published="–") # a question of this kit, without a published number
-_ONE_PASS = _KIT | dict(reads="one-pass", about=about_one_pass)
-_one_pass = lambda groups: {"gpu": f"longhorn reproduce one-pass --scale gpu --groups {groups} --data FOLDER"}
+def _one_pass(*groups, minutes, compare=compare_losses): # of the plan; on one GPU
+    command = f"longhorn reproduce one-pass --scale gpu --groups {' '.join(groups)} --data FOLDER"
+    return dict(about=lambda record: about_one_pass(record, *groups, "laptop"), minutes={"gpu": minutes},
+                compare=lambda record: compare(record, *groups), reads="one-pass", commands={"gpu": command})
+
+_also_small = lambda compare: lambda record, group: compare(record, group, "laptop")
 _exact_below_diagonal = partial(compare_language, pairs=(("longhorn_exact", "longhorn"),))
 LANGUAGE = dict(reads="language", about=about_language, minutes={"gpu": 260, "paper": 2500})
 CLAIMS = [
@@ -95,27 +99,24 @@ CLAIMS = [
         statement="Read once, at equal block and state and with the best learning rate of each model, Longhorn has a "
                   "lower loss than Mamba, and the exact form a lower one than the diagonal form.",
         rule="lower held-out loss in 12 blocks without MLP and with N = 16, 8 seeds; the best learning rate of each "
-             "model lies inside the grid",
-        module="longhorn_kit.lab.one_pass", about=about_one_pass,
-        compare=lambda r: compare_losses(r, "paper", "laptop"), minutes={"laptop": 4, "gpu": 60},
-        by_name=("laptop", "gpu"), commands=_one_pass("paper")),
+             "model lies inside the grid", module="longhorn_kit.lab.one_pass", by_name=("laptop", "gpu"),
+        **_one_pass("paper", minutes=60, compare=_also_small(compare_losses)) | dict(
+            reads=None, minutes={"laptop": 3, "gpu": 60})),
     Claim(
-        name="equal-state", **_ONE_PASS, minutes={"gpu": 90}, commands=_one_pass("equal-state"),
+        name="equal-state", **_KIT, **_one_pass("equal-state", minutes=90),
         statement="Read once, at equal block and with the same number of state numbers in the whole model, the exact "
                   "form has a lower loss than Gated DeltaNet, Mamba and the diagonal form.",
         rule="lower held-out loss in 12 blocks without MLP, 590k state numbers, 5 seeds; as good: at most 0.005 bits "
-             "per byte above", compare=lambda r: compare_losses(r, "equal-state")),
+             "per byte above"),
     Claim(
-        name="equal-state-mlp", **_ONE_PASS, minutes={"gpu": 60}, commands=_one_pass("equal-state-mlp"),
+        name="equal-state-mlp", **_KIT, **_one_pass("equal-state-mlp", minutes=60),
         statement="With an MLP in every block the exact form is ahead of them too, and of attention.",
-        rule="lower held-out loss in 6 blocks with MLP, 295k state numbers (attention has a cache instead), 5 seeds",
-        compare=lambda r: compare_losses(r, "equal-state-mlp")),
+        rule="lower held-out loss in 6 blocks with MLP, 295k state numbers (attention has a cache instead), 5 seeds"),
     Claim(
-        name="other-layers-once", **_ONE_PASS, minutes={"gpu": 90}, commands=_one_pass("others others-mlp"),
+        name="other-layers-once", **_KIT, **_one_pass("others", "others-mlp", minutes=90),
         statement="Read once, the exact form has a lower loss than its other forms, Mamba-2, DeltaNet and GLA, and "
                   "letting Mamba's A depend on the input does not help Mamba.",
-        rule="lower held-out loss in the same block, 3 seeds",
-        compare=lambda r: compare_losses(r, "others", "others-mlp")),
+        rule="lower held-out loss in the same block, 3 seeds"),
     Claim(
         name="one-pass-width", **_KIT,
         statement="The order at equal state is the same at width 768, on GPT-2's tokens.",
@@ -197,8 +198,8 @@ CLAIMS += [
         name="sample-efficiency", source=FIGURE, published="the figure grows from 1.28 times at 20B tokens to 1.79 "
             "at 100B",
         statement="Longhorn needs fewer tokens than Mamba for the same loss.",
-        rule="fewer tokens for the same held-out loss, after one pass, 8 seeds", reads="one-pass", about=about_one_pass,
-        compare=lambda r: compare_tokens_saved(r, "paper", "laptop"), minutes={"gpu": 60}, commands=_one_pass("paper")),
+        rule="fewer tokens for the same held-out loss, after one pass, 8 seeds",
+        **_one_pass("paper", minutes=60, compare=_also_small(compare_tokens_saved))),
     Claim(
         name="sample-efficiency-size", source=FIGURE, published="Mamba's result after 100B tokens is reached at "
             "about 55B",

@@ -9,7 +9,7 @@ __all__ = ['PRESETS', 'OnePass']
 import copy, json, math, os, time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from .fit import fit
 from .language import state_numbers
 from .language_training import Texts, new_model, open_texts
 from .plan import GROUPS, RATES, RECIPE, plan_hash, walk
-from .recipe import compile_blocks, evaluate, parameter_groups
+from .recipe import compile_blocks, evaluate
 from .run import Experiment, Results
 from ..models import LMConfig, SequenceLM
 from ..models.matrix_mixers import MatrixMixer, scan_backend
@@ -52,11 +52,12 @@ class OnePass:
         if unknown := [name for name in self.groups if name not in GROUPS]:
             raise ValueError(f"there is no group {unknown[0]!r}; there are: {', '.join(GROUPS)}")
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-023
 PRESETS = {"gpu": OnePass(), "laptop": OnePass(
     ("laptop",), "stdlib", 200_000, 16384, d_model=32, context=64, rows=8, points=8,
     rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2), gpu=False)}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-024
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
 PLAN = {"commit": "29aa7e664628", "hash": "20c7a367046d32fc"}
 FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")} # arguments of `fit`
 
@@ -65,7 +66,7 @@ def plan_of(config: OnePass) -> dict:
     found = plan_hash(RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")})
     return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] and config.rates == RATES else None}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-027
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-028
 def text_of(config: OnePass) -> dict:
     "Return the arguments of `open_texts`; ValueError without a text."
     data = config.data or os.environ.get("LONGHORN_TEXT")
@@ -83,7 +84,7 @@ def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tupl
         piece = tokens[starts[:, None] * context + inside].long()
         yield piece[:, :-1], piece[:, 1:]
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-030
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
 def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input, weight of the outputs in the loss
     "Return a mixer's outputs, and the gradients of the input and of every parameter."
     x = x.clone().requires_grad_()
@@ -102,7 +103,7 @@ def check_layer(mixer, context: int, bf16: bool, most: float = 0.1) -> dict: # m
         raise RuntimeError(f"{function_of(mixer, bf16)} is wrong: relative errors of output and gradients are {errors}")
     return {"function": function_of(mixer, bf16), "output_error": errors[0], "gradient_error": max(errors[1:])}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-032
 @torch.no_grad()
 def function_of(mixer, bf16: bool) -> str:
     "Return the name of the function that computes a layer's recurrence."
@@ -119,7 +120,7 @@ def function_of(mixer, bf16: bool) -> str:
     decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
     return f"{name}, {fla_function(decay, scan.get('beta'), scan.get('bonus'))}"
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-034
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-035
 @lru_cache(maxsize=1)
 def ready_model(config: str, context: int, gpu: bool) -> tuple[SequenceLM, dict]: # config: as JSON
     "Return a model on its device, compiled on a GPU, and what `check_layer` found."
@@ -134,6 +135,7 @@ def tokens_on(device: str, source: str) -> Tensor: # source: arguments of `open_
     "Return the training bytes on a device."
     return torch.from_numpy(np.asarray(open_texts(**json.loads(source)).corpus.train).astype(np.uint8)).to(device)
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-036
 def held_out(model, texts: Texts, s) -> dict: # s: settings of a job
     "Return the bits per byte of every domain and of all."
     quiet = torch.compiler.set_stance("force_eager") if s.gpu else nullcontext()
@@ -143,7 +145,7 @@ def held_out(model, texts: Texts, s) -> dict: # s: settings of a job
     sizes = {name: size for name, (_, size) in texts.domains.items()}
     return {name: bits[name] / sizes[name] for name in bits} | {"all": sum(bits.values()) / sum(sizes.values())}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-036
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-038
 def run_job(settings: dict, folder: Path) -> dict:
     "Train one model and measure it along the way; divergence is a result too."
     s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
@@ -163,12 +165,13 @@ def run_job(settings: dict, folder: Path) -> dict:
                 s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu, watch=watch, log_every=every, **FIXED)
     return summary_of(model, s, at, curve, clock) | checked
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-039
 def next_byte_loss(model, tokens, targets):
     "Return the loss twice, to train on and to measure."
     loss = model(tokens, targets)[1]
     return loss, loss
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-038
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-041
 def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: steps of the points; clock: see `run_job`
     "Return what the record keeps of a run."
     tokens, spans = [step * s.context * s.rows for step in at], [b - a for a, b in zip(clock[::2], clock[1::2])]
@@ -181,7 +184,7 @@ def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: step
             "val": {"tokens": tokens} | {name: [round(point[name], 5) for point in curve] for name in names},
             "train": [round(point["train"], 5) for point in curve]}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-043
 def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]: # -> model, its walk, its judged jobs
     "Yield the settings known so far for every model of a group, and the rate that the walk chose, or None."
     texts, planned = open_texts(**text_of(config)), GROUPS[group]
@@ -200,6 +203,7 @@ def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]
         tried = [job(lr, 0) for lr in (*losses, *([rate] if best is None else []))]
         yield model, tried, [job(best, seed) for seed in range(1, planned.seeds + 1)] if best else [], best
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-044
 def jobs(config: OnePass, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far, group by group; a note beside them keeps the place of the text."
     with atomic_file(results.folder / "note.json") as file:
@@ -208,7 +212,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
         known = list(model_jobs(config, group, results))
         yield from (settings for part in (1, 2) for found in known for settings in found[part])
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-046
 KEPT = ("val", "train", "bits_per_byte", "diverged", "tokens_per_second", "seconds", "made")
 
 def summarize(config: OnePass, results: Results) -> dict:

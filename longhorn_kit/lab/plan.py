@@ -104,7 +104,7 @@ def models_of(record: dict) -> dict:
 
 def seeds_of(model: dict, n: int) -> dict: # n: seeds of the group
     "Return the finished judged runs of a model by seed."
-    return {run["seed"]: run for run in model["runs"] if run["seed"] <= n and run.get("val")}
+    return {run["seed"]: run for run in model["runs"] if run["seed"] <= n and not run.get("diverged")}
 
 def doubt_about(pair: tuple, found: dict, n: int) -> str:
     "Say why a pair of models has no verdict yet; empty if it can have one."
@@ -125,8 +125,9 @@ def compare_pairs(
     for pair in pairs if group in record["results"]["groups"] else ():
         runs = [seeds_of(found[name], n) if name in found else {} for name in pair]
         differences = tuple(measure(runs[0][seed], runs[1][seed]) for seed in sorted(runs[0].keys() & runs[1].keys()))
-        doubt = doubt_about(pair, found, n) if differences else ""
+        doubt = doubt_about(pair, found, n) if found.keys() >= set(pair) else ""
         waits = len(differences) < n and "diverged" not in doubt
+        doubt = "" if waits and not differences else doubt # nothing is there yet
         comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, pending=waits, **more))
     return comparisons
 
@@ -153,10 +154,10 @@ def compare_tokens_saved(record: dict, *groups: str) -> list[Comparison]:
         published=45.0 if pair[0].startswith("diagonal") else None)]
 
 # %% ../../nbs/machine/plan.ipynb #plan-024
-def about_one_pass(record: dict) -> str:
-    "Describe a run: unique bytes, parameters and state of every model, its rate, and its function."
+def about_one_pass(record: dict, *groups: str) -> str:
+    "Describe groups of a run: unique bytes, and parameters, state, function and rate of every model."
     results = record["results"]
-    models = [model for model in models_of(record).values() if model.get("parameters")]
+    models = [model for name in groups for model in results["groups"].get(name, ()) if model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
     each = "; ".join(
         f"{model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
