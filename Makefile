@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test test-all test-slow faults test-gpu lab sync outputs docs readme release clean
+.PHONY: help install reproduce claims test test-all test-slow faults versions test-gpu lab sync outputs docs readme release clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +52,10 @@ test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several pro
 faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m faults
 
-test-all: test-slow faults ## run every long check (under an hour; `make test` is apart)
+versions: $(STAMP) ## compile the fast kernels with every Triton from 3.6 on (downloads 200 to 300 MB each; half an hour)
+	@$(BIN)/python -m pytest -q -m release -k every_release_of_triton
+
+test-all: test-slow faults versions ## run every long check (under two hours; `make test` is apart)
 
 test-gpu: ## run every test that needs a GPU with the Python that is found, and write tests/gpu.json
 	@$(PYTHON) tests/gpu.py

@@ -3,10 +3,15 @@
     python kernels/aot.py                            # table: kernel, target, registers, spills, shared memory
     python kernels/aot.py --target sm_90 --what portable --sass DIR
     python kernels/aot.py --what fast --out kernels/results/sm_90.json     # the record that notebook 16_speed reads
+    python kernels/aot.py --triton 3.6.0 3.9.0       # the fast kernels with these releases; all: every release on the index
 
 The launchers run on meta tensors while every launch is recorded instead of made; each recorded launch is then compiled
 for the target (sm_80, sm_90, sm_100, gfx942). For a record (--out) the instructions of the main loop of the kernels in
-TURNS are counted too: a scheduler issues at most one warp instruction a cycle, whatever the instruction does.
+TURNS are counted too: a scheduler issues at most one warp instruction a cycle, whatever the instruction does. So are the
+wavefronts of its memory instructions, for all of which a multiprocessor's four schedulers share one pipe.
+
+--triton downloads one release after the other (200 to 300 MB each) into a temporary folder, compiles with it in a separate
+process, and prints a line; the exit code is 1 if a kernel did not compile.
 """
 import argparse
 import collections
@@ -31,21 +36,24 @@ from triton.runtime.jit import JITFunction
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
-# kernel: (steps of time in one turn of its main loop, turns of the loop inside it, 1 without one)
-TURNS = {"_diagonal_fwd_kernel": (16, 2), "_diagonal_adjoint_kernel": (8, 1), "_diagonal_bwd_kernel": (8, 2),
-         "_exact_fwd_kernel": (16, 1), "_exact_bwd_kernel": (16, 1)}
+# kernel: (steps of time in one turn of its main loop, turns of the loops inside it)
+TURNS = {"_diagonal_fwd_kernel": (16, [2]), "_diagonal_adjoint_kernel": (8, []), "_diagonal_bwd_kernel": (16, [3, 0, 4]),
+         "_exact_fwd_kernel": (16, []), "_exact_bwd_kernel": (16, [])}
 KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
              shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
+OLDEST = (3, 6)   # release of Triton that pyproject.toml allows
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MEMORY = ("STS", "LDG", "STG", "LDGSTS", "LDL", "STL")   # one wavefront for each word of a lane
 SELECTIVE = ("s6", "s6_time_varying", "decoupled")   # run by the fast kernels of the diagonal form
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
-def record(launcher):
-    "Every (kernel, arguments) that `launcher()` would launch."
+def record(launcher, **also):
+    "Every (kernel, arguments) that `launcher()` would launch; `also` is added to the arguments by name."
     launches, run = [], JITFunction.run
 
     def note(self, *args, grid=None, warmup=False, **kwargs):
-        launches.append((self, args, kwargs))
+        launches.append((self, args, kwargs | also))
 
     JITFunction.run = note
     try:
@@ -113,8 +121,20 @@ def disassemble(built):
     for address, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.M):
         words = re.sub(r"^@!?U?P\w+\s+", "", line).split()
         jump = re.search(r"0x([0-9a-f]+)", line) if words[0].startswith("BRA") else None
-        found.append((int(address, 16), words[0].split(".")[0], jump and int(jump[1], 16)))
+        found.append((int(address, 16), words[0], jump and int(jump[1], 16)))
     return found
+
+
+def wavefronts(operation):
+    """The fewest passes of one warp instruction through the pipe of shared memory and first cache: 128 bytes each.
+
+    Lanes that load the same address share it, and which ones do the code does not show: a load of 16 bytes a lane then
+    takes two, one of 8 or 4 bytes one."""
+    name, *parts = operation.split(".")
+    words = next((int(part) // 32 for part in parts if part in ("64", "128")), 1)
+    if name in ("LDSM", "STSM"):
+        return int(parts[-1]) if parts[-1].isdecimal() else 1
+    return {"LDS": -(-words // 2), "SHFL": 1}.get(name, words if name in MEMORY else 0)
 
 
 def loop_count(launch, built):
@@ -125,20 +145,22 @@ def loop_count(launch, built):
     if kernel.__name__ not in TURNS:
         return None
     names = dict(zip(kernel.arg_names, args)) | kwargs
-    code, (steps, inner_turns) = disassemble(built), TURNS[kernel.__name__]
+    code, (steps, turns) = disassemble(built), TURNS[kernel.__name__]
     loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
     begin, end = loops[0]
-    inside = [l for l in loops[1:] if begin <= l[0] and l[1] <= end]
-    if len(inside) != (inner_turns > 1):
+    inside = sorted(l for l in loops[1:] if begin <= l[0] and l[1] <= end)
+    if len(inside) != len(turns):
         raise SystemExit(f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise")
     count = collections.Counter()
     for at, operation, _ in code:
         if begin <= at <= end:
-            count[operation] += inner_turns if inside and inside[0][0] <= at <= inside[0][1] else 1
+            count[operation] += next((n for n, (first, last) in zip(turns, inside) if first <= at <= last), 1)
     scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
-    kinds = {kind: round(scale * sum(count[o] for o in operations), 2) for kind, operations in KINDS.items()}
+    of = lambda operations: sum(n for o, n in count.items() if o.split(".")[0] in operations)
+    kinds = {kind: round(scale * of(operations), 2) for kind, operations in KINDS.items()}
     total = round(scale * sum(count.values()), 2)
-    return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2))
+    passes = round(scale * sum(n * wavefronts(o) for o, n in count.items()), 2)
+    return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2), wavefronts=passes)
 
 
 def roundings(built, loop=False):
@@ -224,13 +246,25 @@ def fast_launches(form, packed=None, backward=True, **shape):
     if a["A"] is None:
         a.pop("A")
 
-    def launch():
-        if not backward:
-            run_forward(plan(B, T, D, N, packed), **a, read=False)
-            return
-        out, final, ckpt = run_forward(plan(B, T, D, N, packed), **a)
+    only, made = {} if backward else dict(read=False), []
+    launches = record(lambda: made.extend(run_forward(plan(B, T, D, N, packed), **a, **only)), way="forward")
+    if backward:
         rest = {n: v for n, v in a.items() if n != "initial_state"}
-        run_backward(plan(B, T, D, N, packed, direction="backward"), out, final, ckpt, **rest)
+        launches += record(lambda: run_backward(plan(B, T, D, N, packed, direction="backward"), *made, **rest), way="backward")
+    return launches
+
+
+def pointwise_launches():
+    "Return what the loss of 8192 positions launches, and the norm of a stream of width 768 and its backward."
+    from longhorn_kit.scan import triton_pointwise as pointwise
+
+    new = lambda *s, like=torch.bfloat16: torch.empty(s, dtype=like, device="meta")
+
+    def launch():
+        pointwise.cross_entropy_(new(8192, 50304)[:, :50257], new(8192, like=torch.int64), new(8192, like=torch.float32))
+        h, weight = new(64, 1024, 768, like=torch.float32), new(768, like=torch.float32)
+        s, n, r = pointwise._add_norm(h, new(*h.shape), weight, 1e-5, torch.bfloat16)
+        pointwise._add_norm_backward(n, s, s, r, weight, torch.float32, torch.bfloat16)
 
     return record(launch)
 
@@ -261,7 +295,9 @@ def cases(what):
         yield "fast diagonal N=64", fast_launches("diagonal", N=64)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact N=128", fast_launches("exact", N=128)
-        yield "fast exact few", fast_launches("exact", B=1, D=4096, T=32768)
+        for form in ("exact", "diagonal", "s6", "decoupled"):                              # shapes of bench.py; the first is the default
+            yield f"fast {form} S2", fast_launches(form, B=24, T=1024, D=1536)
+            yield f"fast {form} S3", fast_launches(form, B=1, T=32768, D=4096)
         yield "fast diagonal many", fast_launches("diagonal", B=64, T=1024)                # programs of 128 channels
         yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1025, D=2044)
         for form in ("diagonal", "exact"):
@@ -286,44 +322,100 @@ def cases(what):
             yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
             yield f"fast {form} D=2047", fast_launches(form, B=64, D=2047)
         yield "fast exact states", fast_launches("exact", backward=False)
+    if what in ("pointwise", "all"):
+        yield "loss and norm", pointwise_launches()
+
+
+def releases(asked):
+    "The releases of Triton to try: those asked for, or with \"all\" those that pip finds, the oldest first."
+    if asked != ["all"]:
+        return asked
+    said = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "triton"], capture_output=True, text=True).stdout
+    found = re.search(r"Available versions: (.*)", said)
+    if not found:
+        raise SystemExit("aot.py: pip cannot list the releases of Triton; name them, as in --triton 3.6.0 3.9.0")
+    return [v for v in found[1].split(", ")[::-1] if tuple(map(int, v.split(".")[:2])) >= OLDEST]
+
+
+def with_release(version, words):
+    "What this program reports with another Triton, a release or a folder that has one: (rows, why it stopped or None)."
+    with tempfile.TemporaryDirectory() as folder:
+        if pathlib.Path(version).is_dir():
+            here = os.path.abspath(version)
+        else:
+            here = folder
+            subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--no-cache-dir",
+                            "--disable-pip-version-check", "--target", folder, f"triton=={version}"], check=True)
+        env = os.environ | dict(PYTHONPATH=os.pathsep.join([here, str(ROOT)]), TRITON_CACHE_DIR=str(pathlib.Path(folder, "cache")))
+        done = subprocess.run([sys.executable, __file__, "--json", "--keep-going", *words], env=env, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if re.match(r"\w+(Error|Exception)\b|aot.py", line)]
+    return [json.loads(line) for line in done.stdout.splitlines()], (errors or ["it stopped"])[-1] if done.returncode else None
+
+
+def try_releases(args):
+    "Compile with one release after the other; print a line each. Returns one dictionary per release."
+    found = []
+    print("triton     compiled  failed  spilling  most spilled, bytes")
+    for version in releases(args.triton):
+        rows, stopped = with_release(version, ["--what", "fast", "--only", args.only, "--target", *args.target])
+        built = [row for row in rows if "error" not in row]
+        failed = [f"{row['case']}, {row['kernel']}: {row['error']}" for row in rows if "error" in row] + [stopped] * bool(stopped)
+        spills = [row["spill"] for row in built if row["spill"]]
+        found.append(dict(triton=version, compiled=len(built), failed=failed, spilling=len(spills), most=max(spills, default=0)))
+        print(f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  {max(spills, default=0):>6}", *failed[:3],
+              sep="\n  ", flush=True)
+    return found
+
+
+def reported(name, launch, target, args):
+    "Compile a launch; returns its row."
+    row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target)
+    try:
+        built, used = build(launch, target)
+    except Exception as error:
+        if not args.keep_going:
+            raise
+        return row | dict(error=f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}")
+    row |= dict(**used, unwaited=unwaited(built), nan=nan(built),
+                loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
+    if args.out and not target.startswith("gfx"):
+        row |= dict(way=launch[2].get("way"), instructions_per_step=loop_count(launch, built))
+    if args.sass and not target.startswith("gfx"):
+        args.sass.mkdir(parents=True, exist_ok=True)
+        stem = f"{name.replace(' ', '_')}-{row['kernel']}-{row['mode']}-{target}"
+        cubin = args.sass / f"{stem}.cubin"
+        cubin.write_bytes(built.asm["cubin"])
+        (args.sass / f"{stem}.sass").write_text(tool("--dump-sass", cubin))
+        (args.sass / f"{stem}.ttgir").write_text(built.asm.get("ttgir", ""))
+    return row
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", default=["sm_90"], choices=list(TARGETS))
-    parser.add_argument("--what", default="all", choices=["all", "portable", "fast"])
+    parser.add_argument("--what", default="all", choices=["all", "portable", "fast", "pointwise"])
     parser.add_argument("--only", default="", help="regular expression that the case's name must contain")
     parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of the table")
     parser.add_argument("--out", type=pathlib.Path, help="record to write")
-    args = parser.parse_args()
-    rows = []
-    for name, launches in cases(args.what):
-        if not re.search(args.only, name):
-            continue
-        for launch in launches:
+    parser.add_argument("--triton", nargs="+", metavar="VERSION", help="releases to try, or folders that have one; all: every release")
+    parser.add_argument("--keep-going", action="store_true", help="after a kernel that does not compile")
+    args, rows = parser.parse_args(), []
+    if args.triton:
+        rows = try_releases(args)
+    for name, launches in cases(args.what) if not args.triton else ():
+        for launch in launches if re.search(args.only, name) else ():
             for target in args.target:
                 if launch[0].is_gluon() and target.startswith("gfx"):
                     continue
-                built, used = build(launch, target)
-                row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target, **used,
-                           unwaited=unwaited(built), nan=nan(built),
-                           loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
-                if args.out and not target.startswith("gfx"):
-                    row["instructions_per_step"] = loop_count(launch, built)
+                row = reported(name, launch, target, args)
                 rows.append(row)
-                print(json.dumps(row) if args.json else
-                      f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {used['registers']:>3}  "
-                      f"spilled {used['spill']:>4} B  shared {used['shared']:>6} B", flush=True)
-                if args.sass and not target.startswith("gfx"):
-                    args.sass.mkdir(parents=True, exist_ok=True)
-                    stem = f"{name.replace(' ', '_')}-{row['kernel']}-{row['mode']}-{target}"
-                    cubin = args.sass / f"{stem}.cubin"
-                    cubin.write_bytes(built.asm["cubin"])
-                    (args.sass / f"{stem}.sass").write_text(tool("--dump-sass", cubin))
-                    (args.sass / f"{stem}.ttgir").write_text(built.asm.get("ttgir", ""))
+                print(json.dumps(row) if args.json else row.get("error") or
+                      f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {row['registers']:>3}  "
+                      f"spilled {row['spill']:>4} B  shared {row['shared']:>6} B", flush=True)
     if args.out:
         write_record(args.out, rows)
+    return any(row.get("failed") or "error" in row for row in rows)
 
 
 def write_record(path, rows):

@@ -6,12 +6,16 @@
     python kernels/bench.py --device cuda                                  # some minutes, see --budget; results/<gpu>.json
     python kernels/bench.py --device cuda --sections main peers            # only these parts
     python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact --dtype float16
+    python kernels/bench.py --device cuda --check                          # main rows: slower than the committed record?
 
 Without --out only a run of everything writes its record; a run of a part prints its table.
 Every output and gradient is compared with the float64 reference first (but for the convolution of other packages); a wrong
 result has no time, and makes the exit code 1. On a CPU: forward plus backward of the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the
 kit's Triton kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU side in Triton's
 interpreter at tiny sizes: it shows that the workbench works, and its times mean nothing.
+
+--check times the main rows and compares them with the record of this GPU. A time counts as slower if its lower quartile is more
+than 5 % above the record's upper one: the exit code is then 1. Times of another GPU are not compared: the exit code is 2.
 """
 import argparse
 import json
@@ -61,6 +65,8 @@ def parse(argv):
     gpu.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
     gpu.add_argument("--sections", choices=SECTIONS, nargs="+", default=SECTIONS, metavar="PART", help=", ".join(SECTIONS))
     gpu.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="draw the roofline and times against T, B and N into DIR")
+    gpu.add_argument("--check", type=pathlib.Path, nargs="?", const=pathlib.Path(), metavar="RECORD",
+                     help="compare the main rows with a record (default: that of this GPU in kernels/results)")
     gpu.add_argument("--budget", type=float, default=210, help="seconds after which no new case starts (default 210)")
     gpu.add_argument("--jobs", type=int, default=min(12, max(1, (os.cpu_count() or 2) * 3 // 4)),
                      help="processes that compile at once; 0: compile one after the other")
@@ -71,6 +77,8 @@ def parse(argv):
             at = given.index(option)
             del given[at:at + 2]
     args.given = given
+    if args.check:
+        args.sections = ["main"]
     cases, sections = args.shape or args.form or args.state or args.dtype, set(args.sections) != set(SECTIONS)
     if cases and sections:
         parser.error("--sections chooses among the usual cases; --shape, --form, --state and --dtype make others")
@@ -81,8 +89,8 @@ def parse(argv):
             setattr(args, name, getattr(args, name) or default)
         if args.dtype:
             parser.error("--dtype is for a GPU: the CPU side times float32")
-        if args.plot:
-            parser.error("--plot is for a GPU's record")
+        if args.plot or args.check:
+            parser.error("--plot and --check are for a GPU's record")
         if not set(args.form) <= set(FORMS[:2]):
             parser.error(f"on a CPU --form is of {', '.join(FORMS[:2])}")
     return args
@@ -122,6 +130,24 @@ def write(path, text):
     part.write_text(text)
     os.replace(part, path)
     print(f"\nwritten: {os.path.relpath(path)}")
+
+
+def compare(record, path):
+    "Print what is slower than in the record at `path`; returns the exit code."
+    from bench_gpu import MARGIN, slower
+    if not path.is_file():
+        print(f"nothing to compare with: {os.path.relpath(path)} does not exist")
+        return 2
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if old["gpu"] != record["gpu"]:
+        print(f"not compared: {os.path.relpath(path)} is of {old['gpu']}, this is {record['gpu']}")
+        return 2
+    for name in ("torch", "triton"):
+        if old[name] != record[name]:
+            print(f"note: the record has {name} {old[name]}, this run {record[name]}")
+    found = slower(record, old)
+    print(f"against commit {old['commit']}, beyond quartiles and {100 * MARGIN:.0f} %:", *found or ["nothing is slower"], sep="\n  ")
+    return 1 if found or record["wrong"] else 0
 
 
 def draw_record(
@@ -168,6 +194,8 @@ def main(argv=None):
         args.plot.mkdir(parents=True, exist_ok=True)
         draw_record(record).savefig(picture, dpi=150)
         print(f"drawn: {picture}")
+    if args.check:
+        return compare(record, RESULTS / name if args.check == pathlib.Path() else args.check)
     if record["rows"]:
         write(destination(args, name, record["wrong"], record["left_out"]), one_row_a_line(record))
     return 1 if record["wrong"] else 0

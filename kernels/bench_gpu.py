@@ -2,12 +2,14 @@
 
 Every case is first compared with the float64 reference, output, last state and all gradients, at its own batch, width and
 state size and as many steps as fit (the plan of a kernel does not depend on more). Then the whole forward (with the states
-that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`.
+that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA
+graph each; the cases of EAGER also as calls of the public function with gradients, with the host's part of a call.
 """
 import contextlib
 import json
 import math
 import multiprocessing
+import pathlib
 import re
 import statistics
 import time
@@ -16,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import triton
 
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan import longhorn_scan, selective_scan, triton_op
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.speed import scan_floors
+from longhorn_kit.scan.speed import row_floors
 import decode_times
 from peers import PEERS
 from rates import measure_rates
@@ -28,6 +30,9 @@ TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)                   # 
 PEER_TOLERANCE = 2e-2                                                         # theirs round more in between
 INTERPRETED = triton_op.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
+EAGER = ("main", "chosen")                                                    # sections whose public calls are timed too
+MARGIN = 0.05                                                                 # from run to run, the same kernel differed by this
+COUNTED = pathlib.Path(__file__).parent / "results/sm_90.json"                # instructions of the compiled kernels
 ORACLE_BYTES = 24e9                                                           # what autograd in float64 may hold
 ANCHORS = {
     "gpu": "NVIDIA H200",
@@ -138,6 +143,14 @@ def path(name):
         triton_op.FAST = before
 
 
+def public(case, a, cu=None):
+    "The output, by the function that users call."
+    rest = dict(initial_state=a["initial_state"], cu_seqlens=cu, backend="triton", checkpoint=case.checkpoint)
+    if case.form == "s6":
+        return selective_scan(*(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest)
+    return longhorn_scan(*(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest)
+
+
 def by_kernels(case, a, cu):
     data = (a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A"))
     return triton_op.triton_scan(*data, form=case.form, initial_state=a["initial_state"], cu_seqlens=cu, checkpoint=case.checkpoint)
@@ -228,7 +241,7 @@ def calls(case, seed):
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     spacing = triton_op._spacing(case.checkpoint, case.N)
     with path(case.path):
-        kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"], spacing)
+        kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"])
     values = a | dict(cu_seqlens=cu, form=case.form, checkpoint_every=spacing, save=True, kernels="", checked=True, dout=dout,
                       dfinal=dlast)
     forward = operator("scan", values)
@@ -238,23 +251,62 @@ def calls(case, seed):
     return forward, operator("scan_backward", values), kept, kernels
 
 
+@contextlib.contextmanager
+def launched():
+    "The names of the kernels that Triton launches meanwhile, as a set; none in the interpreter."
+    from triton.compiler import CompiledKernel
+    names, before = set(), CompiledKernel.launch_metadata
+
+    def note(self, *args):
+        names.add(self.metadata.name)
+        return before(self, *args)
+
+    CompiledKernel.launch_metadata = note
+    try:
+        yield names
+    finally:
+        CompiledKernel.launch_metadata = before
+
+
+def check_path(case, kernels, names):
+    "Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation chose, `names`: what was launched."
+    portable = {n for n in names if n.startswith("_scan_")}
+    if case.path == "fast" and kernels == "portable" and not INTERPRETED and case.dtype == "bfloat16":
+        raise Wrong(f"{label(case)}: the portable kernels were chosen")
+    if names and bool(portable) != (kernels == "portable"):
+        raise Wrong(f"{label(case)}: {kernels} kernels were chosen, but {', '.join(sorted(names))} ran")
+
+
 def stopwatch(run):
-    "Milliseconds of one call by the host's clock: what there is in the interpreter."
+    "Milliseconds of one call by the host's clock, three times: what there is in the interpreter."
     start = time.perf_counter()
     run()
-    return 1e3 * (time.perf_counter() - start)
+    return [1e3 * (time.perf_counter() - start)] * 3
 
 
 def on_gpu(run):
-    "Median milliseconds on the GPU; of three runs where one takes long."
+    "Milliseconds on the GPU: lower quartile, median and upper quartile; least, median and most of three runs where one takes long."
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
     if time.perf_counter() - start < 0.1:
-        return triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
-    return statistics.median(slowly(run) for _ in range(3))
+        return triton.testing.do_bench(run, warmup=10, rep=60, quantiles=[0.25, 0.5, 0.75])
+    return sorted(slowly(run) for _ in range(3))
+
+
+def host(run, calls=1 if INTERPRETED else 20):
+    "Microseconds until a call returns, without waiting for the GPU: the median of some rounds."
+    found = []
+    for _ in range(1 + calls // 5):
+        if not INTERPRETED:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        found.append(1e6 * (time.perf_counter() - start) / calls)
+    return statistics.median(found)
 
 
 def slowly(run):
@@ -266,23 +318,68 @@ def slowly(run):
     return begin.elapsed_time(end)
 
 
-milliseconds = stopwatch if INTERPRETED else on_gpu
+quartiles = stopwatch if INTERPRETED else on_gpu
+milliseconds = lambda run: quartiles(run)[1]
 
 
 def timed(case, seed, rates):
     "One row of the record."
-    forward, backward, kept, kernels = calls(case, seed)
+    with launched() as names:
+        forward, backward, kept, kernels = calls(case, seed)
+        with path(case.path):
+            backward()
+    check_path(case, kernels, names)
     row = {n: v for n, v in asdict(case).items() if n not in ("path", "packed")} | dict(
-        T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B)
+        T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B, kept_bytes_per_x=round(kept, 2))
+    hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
+    counted = json.loads(COUNTED.read_text()) if (hopper or INTERPRETED) and COUNTED.is_file() else None
     with path(case.path):
         for way, run in (("forward", forward), ("backward", backward)):
-            row[f"{way}_ms"] = round(milliseconds(run if INTERPRETED else decode_times.graphed(run).replay), 4)
-            floors = scan_floors(case.form, case.B, row["T"], case.D, case.N, way, rates, chunk=16 if kernels == "exact" else 0,
-                                 z=case.z, itemsize=getattr(torch, case.dtype).itemsize, kept=case.N / 16)
+            row |= measured(way, run if INTERPRETED else decode_times.graphed(run).replay)
+            floors = row_floors(row, way, rates, counted)
             row[f"{way}_bound"] = max(floors, key=floors.get)
             row[f"{way}_share"] = round(max(floors.values()) / row[f"{way}_ms"], 3)
-    row["kept_bytes_per_x"] = round(kept, 2)
+        if case.section in EAGER:
+            row |= eager(case, seed, kernels)
     return row
+
+
+def measured(name, run):
+    low, middle, high = (round(ms, 4) for ms in quartiles(run))
+    return {f"{name}_ms": middle, f"{name}_quartiles": [low, high]}
+
+
+def eager(case, seed, kernels):
+    "Of calls of the public function with gradients: milliseconds on the GPU, launches by the host included, and the host's part."
+    a, dout, _, bounds = draw(case, seed)
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    row, a = {}, leaves_of(a)
+    with torch.enable_grad():
+        with launched() as names:
+            out = public(case, a, cu)
+            leaves = [t for t in a.values() if t is not None]
+            backward = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            backward()
+        check_path(case, kernels, names)
+        for way, run in (("forward", lambda: public(case, a, cu)), ("backward", backward)):
+            row |= measured(f"eager_{way}", run) | {f"host_{way}_us": round(host(run), 1)}
+    return row
+
+
+def slower(new, old, margin=MARGIN):
+    """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
+    than the margin. A record of medians alone has no quartiles."""
+    rows = lambda record: {(row["shape"], row["form"], row["kernels"]): row for row in record["rows"]
+                           if row["section"] == "main" and "kernels" in row}
+    before, found = rows(old), []
+    for (shape, form, kernels), row in rows(new).items():
+        was = before.get((shape, form, kernels), {})
+        for what in ("forward", "backward", "eager_forward", "eager_backward"):
+            if (ms := f"{what}_ms") in row and ms in was:
+                (low, _), (_, high) = (r.get(f"{what}_quartiles", [r[ms]] * 2) for r in (row, was))
+                if low > high * (1 + margin):
+                    found.append(f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} {row[ms]:.3f} ms, was {was[ms]:.3f}")
+    return found
 
 
 def warm(case):
@@ -394,6 +491,8 @@ def report(row, anchors):
             text += f" x{rival[way == 'backward'] / ms:<5.2f}"
         if f"{way}_share" in row:
             text += f" {100 * row[f'{way}_share']:3.0f} % of {row[f'{way}_bound']:<10}"
+    if "eager_forward_ms" in row:
+        text += " | " + " ".join(f"{row[f'eager_{way}_ms']:.3f} ({row[f'host_{way}_us']:.0f} us)" for way in ("forward", "backward"))
     if row.get("wrong"):
         text += "  wrong: " + ", ".join(row["wrong"])
     print(text, flush=True)
@@ -460,6 +559,7 @@ def main(args, environment):
     with torch.no_grad():
         rates = measure_rates(milliseconds, DEVICE, small=INTERPRETED)
     gpu = environment["gpu"]
+    print("columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with gradients, ms (host)")
     print(f"{gpu}: " + ", ".join(f"{n} {r / 1e12:.3g} T/s" for n, r in rates.items()), flush=True)
     anchors = ANCHORS if gpu == ANCHORS["gpu"] else {}
     check, rows, errors, left_out, bad = Checker(args.seed), [], {}, [], []
@@ -486,7 +586,8 @@ def main(args, environment):
     return dict(
         **environment, seed=args.seed, seconds=round(time.monotonic() - start),
         measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs above 0.1 s); whole forward with "
-                "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch",
+                "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch; eager: calls of the "
+                "public function with gradients; host: the host's part of such a call; quartiles: lower and upper, over repeats",
         rates=rates, worst_error={n: shown(e) for n, e in errors.items()}, left_out=left_out, wrong=bad,
         absent=[p.name for p in PEERS if not p.here], others_measured_before=anchors, rows=rows)
 

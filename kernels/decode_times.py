@@ -205,9 +205,9 @@ def time_conv(name, shape, bandwidth):
         torch.cuda.empty_cache()
 
 
-def decode_bytes(B, D, N, A):
-    "Bytes that (scan step, convolution step) must move."
-    scan = 2 * 4 * B * D * N + 4 * 2 * B * D + 2 * 2 * B * N + 2 * 4 * D + (0 if A is None else 4 * D * N)
+def decode_bytes(B, D, N, A, each=4):
+    "Bytes that (scan step, convolution step) must move, with states of `each` bytes per number."
+    scan = 2 * each * B * D * N + 4 * 2 * B * D + 2 * 2 * B * N + 2 * 4 * D + (0 if A is None else 4 * D * N)
     conv = 2 * 2 * B * D * (WIDTH - 1) + 2 * 2 * B * D + 4 * D * (WIDTH + 1)
     return scan, conv
 
@@ -225,27 +225,32 @@ def graphed(run):
 
 
 def time_decode(rule, sizes, bandwidth):
-    "One row: milliseconds a layer of the scan step, the convolution step and both, by our kernels and by PyTorch's operations."
+    "One row: microseconds per layer of the scan step (float32 and bfloat16 states), the convolution step and both, and by PyTorch."
     from longhorn_kit.scan.short_conv import causal_conv1d_step
 
     B, D, N = sizes
     torch.manual_seed(0)
     a, A, rest = decode_inputs(rule, B, D, N, torch.bfloat16)
     w, c = torch.randn(D, WIDTH, device=DEVICE), torch.randn(D, device=DEVICE)
-    states = torch.randn(LAYERS, B, D, N, device=DEVICE)
+    states = {"": torch.randn(LAYERS, B, D, N, device=DEVICE)}
+    states["_bf16"] = states[""].bfloat16()
     pasts = torch.randn(LAYERS, B, D, WIDTH - 1, device=DEVICE).bfloat16()
-    scan = lambda backend="triton": [step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states]
+    scan = lambda kind="", backend="triton": [step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states[kind]]
     conv = lambda backend="triton": [causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts]
     each = lambda run: bench(graphed(run).replay) / LAYERS * 1e3
     with torch.no_grad():
-        micro = dict(scan=each(scan), conv=each(conv), both=each(lambda: (scan(), conv())))
+        micro = dict(conv=each(conv))
+        for kind in states:
+            micro |= {f"scan{kind}": each(lambda: scan(kind)), f"both{kind}": each(lambda: (scan(kind), conv()))}
+        floors = {kind: [n / bandwidth * 1e6 for n in decode_bytes(B, D, N, A, states[kind].element_size())] for kind in states}
         if rule in ("diagonal", "exact"):
-            micro["scan_by_pytorch"] = each(lambda: scan("reference"))
+            micro["scan_by_pytorch"] = each(lambda: scan(backend="reference"))
             micro["conv_by_pytorch"] = each(lambda: conv("torch"))
         eager = bench(scan) / LAYERS * 1e3
-    need = decode_bytes(B, D, N, A)
-    floors = [n / bandwidth * 1e6 for n in (*need, sum(need))]
-    ratios = {f"{n}_over_bytes": round(micro[n] / f, 2) for n, f in zip(("scan", "conv", "both"), floors)}
+    need, ratios = decode_bytes(B, D, N, A), dict(conv_over_bytes=round(micro["conv"] / floors[""][1], 2))
+    for kind, (of_scan, of_conv) in floors.items():
+        ratios[f"scan{kind}_over_bytes"] = round(micro[f"scan{kind}"] / of_scan, 2)
+        ratios[f"both{kind}_over_bytes"] = round(micro[f"both{kind}"] / (of_scan + of_conv), 2)
     return dict(kind="decode", rule=rule, B=B, D=D, N=N, layers=LAYERS, bytes=sum(need), **ratios,
                 **{f"{n}_us": round(t, 2) for n, t in micro.items()}, scan_without_graph_us=round(eager, 2))
 

@@ -4,11 +4,15 @@
     python kernels/table.py --check    # exit 1 if that would change anything
 """
 import argparse
+import functools
 import json
 import pathlib
 import sys
 
 FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent))
+from longhorn_kit.scan.speed import row_floors
+
 SCANS = (   # form, kernels in the record, name, notebook, module, runs on
     ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),
     ("diagonal", "diagonal", "diagonal, Gluon", "13_triton_diagonal", "triton_diagonal", "NVIDIA, sm_80 on"),
@@ -26,12 +30,16 @@ TORCH = (
 )
 
 
-def times(row, digits=3):
-    return " / ".join("–" if row.get(f"{w}_ms") is None else f"{row[f'{w}_ms']:.{digits}f}" for w in ("forward", "backward"))
+def times(row, digits=3, name="{}_ms"):
+    found = (row.get(name.format(w)) for w in ("forward", "backward"))
+    return " / ".join("–" if value is None else f"{value:.{digits}f}" for value in found)
 
 
-def shares(row):
-    return " / ".join(f"{100 * row[f'{w}_share']:.0f} %" for w in ("forward", "backward"))
+def shares(row, rates, compiled):
+    "Share of the largest floor, and its name."
+    floors = {w: row_floors(row, w, rates, compiled) for w in ("forward", "backward")}
+    bound = {w: max(floors[w], key=floors[w].get) for w in floors}
+    return " / ".join(f"{100 * floors[w][bound[w]] / row[f'{w}_ms']:.0f} % {bound[w]}" for w in floors)
 
 
 def linked(notebook):
@@ -39,26 +47,31 @@ def linked(notebook):
     return f"[{notebook}](../nbs/{folder}/{notebook}.ipynb)"
 
 
-def gpu_table(record):
-    "One line for each kernel: notebook, module, where it runs, times at the three shapes, share of the nearest floor at S1."
+def gpu_table(record, compiled=None):
+    """One line for each kernel: notebook, module, where it runs, times at the three shapes, share of the nearest floor at S1.
+
+    Eager calls have columns from the first record that has them on."""
     main = {(r["form"], r["kernels"], r["shape"]): r for r in record["rows"] if r["section"] == "main"}
+    called = any("eager_forward_ms" in row for row in main.values())
+    columns = ["kernel", "notebook", "module `longhorn_kit.scan.`", "runs on", "S1", "S2", "S3",
+               *["eager call, S1", "host's part, S1 (µs)"] * called, "share of the floor, S1"]
     lines = [f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, triton {record['triton']}, "
-             f"commit {record['commit']}).", "",
-             "| kernel | notebook | module `longhorn_kit.scan.` | runs on | S1 | S2 | S3 | share of the floor, S1 |",
-             "|---|---|---|---|---|---|---|---|"]
+             f"commit {record['commit']}).", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for form, kernels, name, notebook, module, where in SCANS:
         rows = [main[form, kernels, shape] for shape in ("S1", "S2", "S3")]
-        cells = " | ".join(map(times, rows))
-        lines.append(f"| {name} | {linked(notebook)} | `{module}` | {where} | {cells} | {shares(rows[0])} |")
+        cells = [*map(times, rows), *[times(rows[0], name="eager_{}_ms"), times(rows[0], 0, "host_{}_us")] * called]
+        cells.append(shares(rows[0], record["rates"], compiled))
+        lines.append(f"| {name} | {linked(notebook)} | `{module}` | {where} | {' | '.join(cells)} |")
+    empty = " |" * (4 + 2 * called)
     peers = {r["peer"]: r for r in record["rows"] if r.get("peer") and r["shape"] == "S1"}
     for peer, name, notebook, module in TORCH:
         if peer in peers:
-            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)} | | | |")
+            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}")
     convolution = {r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"}
     if convolution:
         share = " / ".join(f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward"))
         lines.append(f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, interpreter | "
-                     + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3")) + f" | {share} |")
+                     + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3")) + " | " * (1 + 2 * called) + f"{share} bytes |")
     steps = [r for r in record["rows"] if r.get("kind") == "decode"]
     if steps:
         rules = list(dict.fromkeys(r["rule"] for r in steps))
@@ -90,6 +103,13 @@ def cpu_table(record):
     return lines
 
 
+def releases_table(record):
+    "One line for each release of Triton that was tried."
+    lines = [f"At commit {record['commit']}, for sm_90.", "", "| Triton | kernels that compile | that do not | with spills | most bytes spilled |",
+             "|---|---|---|---|---|"]
+    return lines + [f"| {r['triton']} | {r['compiled']} | {len(r['failed'])} | {r['spilling']} | {r['most']} |" for r in record["rows"]]
+
+
 def filled(text, name, lines):
     "README's text with the lines between a pair of markers."
     begin, end = f"<!-- {name}: written by table.py -->", f"<!-- end of {name} -->"
@@ -100,10 +120,10 @@ def filled(text, name, lines):
 def readme(folder=FOLDER):
     "Return what README.md should be."
     text = (folder / "README.md").read_text(encoding="utf-8")
-    for name, make in (("h200", gpu_table), ("cpu", cpu_table)):
-        path = folder / "results" / f"{name}.json"
-        if path.exists():
-            text = filled(text, name, make(json.loads(path.read_text(encoding="utf-8"))))
+    path = lambda name: folder / "results" / f"{name}.json"
+    read = lambda name: json.loads(path(name).read_text(encoding="utf-8"))
+    for name, make in (("h200", functools.partial(gpu_table, compiled=read("sm_90"))), ("cpu", cpu_table), ("triton", releases_table)):
+        text = filled(text, name, make(read(name))) if path(name).exists() else text
     return text
 
 

@@ -25,8 +25,8 @@ import xml.etree.ElementTree as xml
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu.json"
 WATCHED = ("longhorn_kit/scan", "longhorn_kit/models")
-FILES = ("test_causality.py", "test_triton_portable.py", "test_triton_fast.py", "test_triton_composes.py", "test_op.py", "test_decode.py",
-         "test_short_conv.py", "test_matrix.py", "test_models_cuda.py")
+FILES = ("test_causality.py", "test_triton_portable.py", "test_triton_fast.py", "test_triton_composes.py", "test_triton_pointwise.py",
+         "test_op.py", "test_decode.py", "test_short_conv.py", "test_mamba.py", "test_matrix.py", "test_models_cuda.py")
 MARKED = ("test_vision.py", "test_mqar.py")       # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
 SHARED = re.compile("test_(op|decode|matrix).py")      # one size in most of the file
@@ -107,7 +107,7 @@ def stale():
 def run(shares, folder):
     "All results, and what the processes printed, of those that failed in full."
     files = [open(folder / f"{i}.txt", "w+") for i in range(len(shares))]
-    running = [pytest("--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file) for i, (share, file) in enumerate(zip(shares, files))]
+    running = [pytest("-vv", "--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file) for i, (share, file) in enumerate(zip(shares, files))]
     results, lost = [], 0
     for i, process in enumerate(running):
         code = process.wait()

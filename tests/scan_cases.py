@@ -19,9 +19,11 @@ def inputs(B, T, D, N, form="diagonal", dtype=torch.float32, z=True, state=True,
     rates = lambda *s: -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
     n = B if sequences is None else sequences
     a = dict(q=new(B, T, N).to(dtype), k=(new(B, T, N) * key_scale).to(dtype), x=new(B, T, D).to(dtype),
-             b=new(B, T, 1 if scalar else D).to(dtype), A=dict(s6=rates(D, N), s6_time_varying=rates(B, T, N).to(dtype)).get(form),
+             b=new(B, T, 1 if scalar else D).to(dtype), A=dict(s6=rates(D, N), s6_given=rates(D, N), s6_time_varying=rates(B, T, N).to(dtype)).get(form),
              b_bias=new(D) if bias else None, D_skip=new(D) if skip else None, z=new(B, T, D).to(dtype) if z else None,
              initial_state=new(n, D, N) if state else None)
+    if form == "s6_given": # step sizes, most of them positive
+        a |= dict(b=a["b"].abs(), b_bias=a["b_bias"] / 9 if bias else None)
     return a, new(B, T, D).to(dtype), new(n, D, N)
 
 
@@ -29,6 +31,8 @@ def call(a, form, cu_seqlens=None, oracle=False, **options):
     "One scan, by the kernels or by the reference."
     rest = dict(D_skip=a["D_skip"], z=a["z"], initial_state=a["initial_state"], **options)
     data = [a[n] for n in "qkxb"]
+    if form == "s6_given":
+        rest |= dict(dt_softplus=False)
     if not oracle:
         return triton_scan(*data, a["b_bias"], A=a["A"], form=form, cu_seqlens=cu_seqlens, **rest)
     if a["A"] is not None:
@@ -39,7 +43,7 @@ def call(a, form, cu_seqlens=None, oracle=False, **options):
 def one_sequence(a, form, i, lo, hi):
     "Sequence i of a packed batch as a separate batch."
     def cut(name, t):
-        if t is None or name in PER_CHANNEL or (name == "A" and form == "s6"):
+        if t is None or name in PER_CHANNEL or (name == "A" and form in ("s6", "s6_given")):
             return t
         return t[i : i + 1] if name == "initial_state" else t[:, lo:hi]
     return {name: cut(name, t) for name, t in a.items()}

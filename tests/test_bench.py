@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
 
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
@@ -94,8 +95,87 @@ def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(f
     found = json.loads(file.read_text())
     assert found["commit"] == "abc" and found["triton"] and found["seed"] == 0 and "--device interpret" in found["command"]
     (row,) = found["rows"]
-    assert row["form"] == form and row["forward_ms"] > 0 and row["backward_ms"] > 0 and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
+    assert row["form"] == form and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
+    for way in ("forward", "backward"):
+        for what in (way, f"eager_{way}"):
+            (low, high), ms = row[f"{what}_quartiles"], row[f"{what}_ms"]
+            assert 0 < low <= ms <= high
+        assert row[f"host_{way}_us"] > 0
     assert found["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
+
+
+def main_row(**other):
+    return dict(section="main", shape="S1", form="exact", kernels="exact", forward_ms=1.0, backward_ms=2.0, forward_quartiles=[0.9, 1.1]) | other
+
+
+@pytest.mark.parametrize("new, found", [
+    (dict(forward_ms=1.3, forward_quartiles=[1.15, 1.5]), 0),                # 1.1 and 5 % are 1.155
+    (dict(forward_ms=1.3, forward_quartiles=[1.16, 1.5]), 1), (dict(backward_ms=2.09), 0), (dict(backward_ms=2.11), 1),
+    (dict(eager_forward_ms=9.0, host_forward_us=9.0), 0),                    # the earlier record has none
+    (dict(kernels="portable", forward_ms=9.0, backward_ms=9.0), 0), (dict(section="T", forward_ms=9.0, forward_quartiles=[9.0, 9.0]), 0)])
+def test_slower_is_beyond_the_quartiles_and_the_margin(new, found):
+    said = gpu.slower(dict(rows=[main_row(**new)]), dict(rows=[main_row()]))
+    assert len(said) == found and all(line.startswith("S1, exact, exact kernels: ") for line in said)
+
+
+@without_gpu
+def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "cases", lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")])
+    record, words = tmp_path / "old.json", ["--device", "interpret", "--check", str(tmp_path / "old.json")]
+    made = bench.on_gpu(bench.parse(words))
+    assert [row["section"] for row in made["rows"]] == ["main"]
+    monkeypatch.setattr(bench, "on_gpu", lambda args: made)
+    check = lambda: (bench.main(words), capsys.readouterr().out)
+    status, said = check()
+    assert status == 2 and "nothing to compare with" in said
+    times = {f"{what}_ms": 1e9 for what in ("forward", "backward", "eager_forward", "eager_backward")}
+    rows = [main_row(form="diagonal", kernels="portable") | times | dict(forward_quartiles=[1e9, 1e9])]
+    old = dict(gpu="interpreter", torch="2.0", triton=None, commit="abc", rows=rows)
+    record.write_text(json.dumps(old))
+    status, said = check()
+    assert status == 0 and "against commit abc" in said and "nothing is slower" in said and "the record has torch 2.0" in said
+    rows[0]["eager_backward_ms"] = 1e-9
+    record.write_text(json.dumps(old))
+    status, said = check()
+    assert status == 1 and "S1, diagonal, portable kernels: eager call, backward" in said and said.count("was 0.000") == 1
+    record.write_text(json.dumps(old | dict(gpu="NVIDIA H100")))
+    status, said = check()
+    assert status == 2 and "is of NVIDIA H100, this is interpreter" in said and {f.name for f in tmp_path.iterdir()} == {"old.json"}
+
+
+def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    fast, portable = gpu.Case("main", "S1", 8, 2048, 2048), gpu.Case("main", "S1", 8, 2048, 2048, path="portable")
+    gpu.check_path(fast, "diagonal", {"_diagonal_fwd_kernel", "_sum_kernel"})
+    gpu.check_path(portable, "portable", {"_scan_fwd_kernel", "_token_kernel"})
+    gpu.check_path(dataclasses.replace(fast, form="exact", dtype="float16"), "portable", {"_scan_fwd_kernel"})
+    for case, kernels, names in ((fast, "portable", {"_scan_fwd_kernel"}), (fast, "diagonal", {"_scan_fwd_kernel"}),
+                                 (portable, "portable", {"_diagonal_fwd_kernel"})):
+        with pytest.raises(gpu.Wrong, match="were chosen"):
+            gpu.check_path(case, kernels, names)
+    kernel = lambda name: types.SimpleNamespace(metadata=types.SimpleNamespace(name=name))
+    monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda self, *args: args)
+    with gpu.launched() as names:
+        assert CompiledKernel.launch_metadata(kernel("_exact_fwd_kernel"), 1, 2) == (1, 2)
+    CompiledKernel.launch_metadata(kernel("later"))
+    assert names == {"_exact_fwd_kernel"}
+
+
+def test_eager_calls_have_columns_once_a_record_has_them():
+    record = json.loads((bench.RESULTS / "h200.json").read_text())
+    compiled = json.loads((bench.RESULTS / "sm_90.json").read_text())
+    for row in record["rows"]:
+        for name in [name for name in row if name.startswith(("eager", "host"))]:
+            del row[name]
+    old = table.gpu_table(record, compiled)
+    row = next(r for r in record["rows"] if (r["section"], r["shape"], r.get("form"), r.get("kernels")) == ("main", "S1", "exact", "exact"))
+    row |= dict(eager_forward_ms=0.2345, eager_backward_ms=0.5678, host_forward_us=71.4, host_backward_us=123.4)
+    new = table.gpu_table(record, compiled)
+    assert not any("eager" in line for line in old) and "| eager call, S1 | host's part, S1 (µs) | share" in new[2]
+    assert "| 0.234 / 0.568 | 71 / 123 | " in next(line for line in new if line.startswith("| exact, Gluon"))
+    assert "| – / – | – / – | " in next(line for line in new if line.startswith("| diagonal, Gluon"))
+    cells = {line.count("|") for line in new[2:new.index("", 2)]}
+    assert len(cells) == 1 and cells == {len(new[2].split("|")) - 1}
 
 
 @without_gpu

@@ -23,7 +23,8 @@ def run(form, t, reference=False, chunk=None):
     if reference:
         return call(t, form, oracle=True)
     scan, rates = (partial(chunked_scan, form=form), ()) if t["A"] is None else (chunked_selective_scan, (t["A"],))
-    return scan(*(t[n] for n in "qkxb"), *rates, t["b_bias"], t["D_skip"], t["z"], initial_state=t["initial_state"], chunk=chunk)
+    given = dict(dt_softplus=False) if form == "s6_given" else {}
+    return scan(*(t[n] for n in "qkxb"), *rates, t["b_bias"], t["D_skip"], t["z"], initial_state=t["initial_state"], chunk=chunk, **given)
 
 
 def everything(form, t, weights=(1, 1), **options):
@@ -119,7 +120,7 @@ def test_no_second_derivative_is_taken_for_zero(form):
 def opaque_inputs(form, packed, B=2):
     B, T, D, N = (1 if packed else B), 37, 5, 4
     torch.manual_seed(0)
-    A = dict(s6=(D, N), s6_time_varying=(B, T, N)).get(form)
+    A = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
     tensors = [*(torch.randn(B, T, width) for width in (N, N, D, D)), None if A is None else -torch.rand(A), torch.randn(3 if packed else B, D, N)]
     return [t if t is None else t.requires_grad_() for t in tensors]
 

@@ -7,7 +7,7 @@ import torch
 from scan_cases import DEVICE, captured, error
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_conv, triton_step as step_module
-from longhorn_kit.scan.op import FORMS, longhorn_step
+from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
@@ -75,6 +75,53 @@ def test_optional_arguments_left_out_and_strided_rows():
         assert error(out, want[:, 0]) < 1e-6 and error(after, last) < 1e-6
 
 
+def a_pool(*size, dtype, apart):
+    "Seven states, each contiguous, next to one another or one layer of two."
+    layers = torch.randn(7, 2 if apart else 1, *size, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    return layers[:, -1]
+
+
+def assert_pool_steps(backend, rule, D=5, N=3, dtype=torch.float32, state=torch.float32, slots=(4, -1, 0, 7, 6), apart=True, graph=False):
+    "Steps of both kinds by slot are steps of the rows alone, bit for bit; nothing else is read or written."
+    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
+    a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
+    now, (weight, c) = at(a, 0), torch.randn(2, D, 4, device=DEVICE)
+    pool, past = a_pool(D, N, dtype=state, apart=apart), a_pool(D, 3, dtype=state, apart=apart)
+    real, before = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7], (pool.clone(), past.clone())
+    for t in [now[n] for n in "qkxbz"]:
+        t[[i for i in range(len(slots)) if i not in real]] = float("nan")
+
+    def run(rows, states, pasts, **options):
+        x, z, q, k, b = [now[n][rows] for n in "xzqkb"]
+        A = now["A"] if rule == "s6" or now["A"] is None else now["A"][rows]
+        conv = causal_conv1d_step(x, pasts, weight, c[:, 0], backend="torch" if backend == "reference" else backend, **options)
+        step = (dict(form=rule), longhorn_step, ()) if A is None else ({}, selective_step, (A,))
+        return conv, step[1](q, k, x, b, *step[2], states, now["bias"], now["skip"], z, backend=backend, **step[0], **options)
+
+    (y, windows), (out, states) = run(real, pool[slots[real].long()], past[slots[real].long()])
+    assert windows.dtype == states.dtype == state and y.dtype == out.dtype == dtype
+    every = slice(None)
+    step = lambda: run(every, pool, past, inplace=True, state_indices=slots)
+    if graph:
+        recorded, found = captured(step)
+        for t, kept in zip((pool, past), before):
+            t.copy_(kept)
+        recorded.replay()
+    else:
+        found = step()
+    for (got, same), given, kept, value, after in zip(found, (past, pool), before[::-1], (y, out), (windows, states)):
+        want, changed = torch.zeros_like(got), kept.clone()
+        want[real], changed[slots[real].long()] = value, after
+        assert same is given and torch.equal(got, want) and torch.equal(given, changed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule, options", [*((rule, {}) for rule in RULES), ("diagonal", dict(state=torch.bfloat16, dtype=torch.bfloat16)),
+    ("exact", dict(state=torch.float16, apart=False)), ("s6", dict(slots=(-1, -5, 2**30))), ("diagonal", dict(slots=(3,), D=40, N=17))])
+def test_steps_by_slot(rule, options, backend):
+    assert_pool_steps(backend, rule, **options)
+
+
 def assert_conv_steps(B, T, D, W, inplace, dtype=torch.float32, bias=True, first=True, backend="auto", activation="silu"):
     "Steps of the convolution, in place where `inplace(t)`, are the convolution."
     x, weight, c = torch.randn(B, T, D, device=DEVICE).to(dtype), torch.randn(D, W, device=DEVICE), torch.randn(D, device=DEVICE) if bias else None
@@ -122,21 +169,27 @@ def test_operations_are_well_formed():
     checks = ("test_schema", "test_faketensor")
     for op in (step_module._step, step_module._step_):
         torch.library.opcheck(op, args, test_utils=checks)
+    torch.library.opcheck(step_module._step_, (*args, torch.tensor([-1], device=DEVICE)), test_utils=checks)
     conv = (n["x"], torch.randn(1, 3, 3, device=DEVICE), torch.randn(3, 4, device=DEVICE), None, True)
     for op in (triton_conv._step, triton_conv._step_):
         torch.library.opcheck(op, conv, test_utils=checks)
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("slots", (None, [2], [-1]))
+def test_compiles_without_graph_breaks(slots):
     a, state = inputs(1, 3, 2)
-    n = at(a, 0)
-    def two_steps(state):
+    n, slots = at(a, 0), None if slots is None else torch.tensor(slots, device=DEVICE)
+    pool, weight = state if slots is None else state.repeat(3, 1, 1), torch.randn(3, 3, device=DEVICE)
+    options = dict(inplace=True, state_indices=slots, backend="triton")
+    def two_steps(state, past):
         for _ in range(2):
-            out, state = longhorn_step(n["q"], n["k"], n["x"], n["b"], state, n["bias"], n["skip"], n["z"], inplace=True, backend="triton")
+            x, past = causal_conv1d_step(n["x"], past, weight, **options)
+            out, state = longhorn_step(n["q"], n["k"], x, n["b"], state, n["bias"], n["skip"], n["z"], **options)
         return out
-    one, two = state.clone(), state.clone()
-    out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(one)
-    assert torch.equal(out, two_steps(two)) and torch.equal(one, two)
+    one, two = [(pool.clone(), pool.clone()) for _ in range(2)]
+    out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(*one)
+    assert torch.equal(out, two_steps(*two)) and all(map(torch.equal, one, two))
+    assert torch.equal(one[0], pool) == torch.equal(one[1], pool) == (slots is not None and int(slots) < 0)
 
 
 @pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a"))
@@ -151,6 +204,46 @@ def test_a_layer_steps_in_place(name):
             y, same = layer.step(h[:, t], cache, inplace=True)
             torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
         assert same is cache and held == [t.data_ptr() for t in cache]
+
+
+@pytest.mark.parametrize("state_dtype", (None, torch.bfloat16))
+@pytest.mark.parametrize("name", ("longhorn", "mamba", "mamba_input_a"))
+def test_a_layer_serves_from_a_pool(name, state_dtype):
+    "Sequences enter and leave a pool between steps, and no step sees the others."
+    torch.manual_seed(0)
+    layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(3, 6, 16, device=DEVICE)
+    pool, alone = layer.empty_cache(4, state_dtype=state_dtype), [layer.empty_cache(1, state_dtype=state_dtype) for _ in h]
+    assert pool.S.dtype == (state_dtype or torch.float32)
+    plan = [{0: 2}, {0: 2, 1: 3}, {1: 3, 2: 0}, {2: 0}, {0: 2, 1: 3, 2: 0}] # sequence: slot
+    with torch.no_grad():
+        for t, slots in enumerate(plan):
+            rows = [*slots, None] # the last row is padding
+            x = torch.stack([h[0, t] if i is None else h[i, t] for i in rows])
+            y, same = layer.step(x, pool, inplace=True, state_indices=torch.tensor([*slots.values(), -1], device=DEVICE))
+            assert same is pool
+            for y_t, i in zip(y, slots):
+                want, alone[i] = layer.step(h[i : i + 1, t], alone[i])
+                torch.testing.assert_close(y_t[None], want, atol=1e-2 if state_dtype else 1e-5, rtol=1e-5)
+    for i, slot in plan[-1].items():
+        for t, kept in zip(pool, alone[i]):
+            torch.testing.assert_close(t[slot], kept[0], atol=1e-6, rtol=1e-2 if state_dtype else 1e-5)
+    assert not pool.S[1].any() and not pool.conv[1].any()
+
+
+def test_wrong_slots_are_one_sentence():
+    a, pool = inputs(2, 5, 3)[0], torch.zeros(7, 5, 3, device=DEVICE)
+    now, slots = [at(a, 0)[n] for n in "qkxb"], torch.tensor([0, -1], device=DEVICE)
+    scan = lambda slots, inplace=True, state=pool: longhorn_step(*now, state, inplace=inplace, state_indices=slots)
+    conv = lambda slots, inplace=True, state=pool: causal_conv1d_step(now[2], state, torch.zeros(5, 4, device=DEVICE), inplace=inplace, state_indices=slots)
+    for step in (scan, conv):
+        for call, message in ((lambda: step([0, 1]), "state_indices is list; expected an int32 or int64 tensor"),
+                              (lambda: step(slots.float()), "state_indices is torch.float32; expected an int32 or int64 tensor"),
+                              (lambda: step(slots[:1]), r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t"),
+                              (lambda: step(slots, inplace=False), "state_indices needs inplace=True: the states of a pool"),
+                              (lambda: step(slots, state=pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
+                              (lambda: step(slots, state=pool[:, :4]), r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t")):
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 COMPILE = """
@@ -184,6 +277,15 @@ def test_kernels_compile_for_hopper_and_other_targets(arguments):
 @pytest.mark.parametrize("rule", RULES)
 def test_gpu_parity(rule, B, D, N, dtype):
     assert_steps(B, D, N, rule, dtype=dtype, T=4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", (False, True))
+@pytest.mark.parametrize("state", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_steps_by_slot(rule, state, graph):
+    for D, N in ((4096, 16), (129, 5)):
+        assert_pool_steps("triton", rule, D, N, torch.bfloat16, state, graph=graph)
 
 
 @pytest.mark.cuda

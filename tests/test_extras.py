@@ -230,6 +230,18 @@ def test_the_package_imports_and_runs_without_what_only_posix_has(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_kernels_of_a_scan_do_not_import_the_compiler():
+    "torch._dynamo takes about a second. Registered operations import it, but eager calls of the kernels do not use them."
+    done = run(sys.executable, "-c", """
+import sys, torch
+from longhorn_kit import longhorn_scan
+data = [torch.randn(1, 5, size, requires_grad=True) for size in (4, 4, 8, 8)]
+longhorn_scan(*data, form="exact", backend="triton").sum().backward()
+assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
+""", cwd=ROOT, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
     with pytest.raises(ModuleNotFoundError, match=r'^train-lm needs the extra "lm": pip install "longhorn-kit\[lm\]"$') as error:

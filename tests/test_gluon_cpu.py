@@ -50,7 +50,7 @@ def test_sums_over_programs(form):
 
 def kernels(form):
     "Plan, forward and backward."
-    if form in ("s6", "s6_time_varying", "decoupled"):
+    if form in ("s6", "s6_given", "s6_time_varying", "decoupled"):
         return partial(selective_plan, form), triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
     if form == "exact":
         return triton_exact.exact_plan, triton_exact.exact_forward, triton_exact_backward.exact_backward
@@ -86,11 +86,17 @@ CASES = [
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]
+# lengths around the 8, 16 and 32 steps of the diagonal form's halves, chunks and segments
+LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
+CASES += [("diagonal", case) for case in (
+    dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS), dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS),
+    dict(B=1, T=40, D=32, N=16), dict(B=2, T=64, D=32, N=64, dtype=FP32), dict(B=1, T=96, D=32, N=64, segment=32), dict(B=1, T=40, D=8, N=128, dtype=FP32))]
+CASES += [(form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS)) for form in ("s6", "s6_time_varying", "decoupled") for N in (5, 40)]
 # widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
 CASES += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
     dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
     dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
-CASES += [(form, case) for form in ("s6", "s6_time_varying", "decoupled") for case in (
+CASES += [(form, case) for form in ("s6", "s6_given", "s6_time_varying", "decoupled") for case in (
     dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
     dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
     dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))]

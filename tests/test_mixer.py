@@ -10,7 +10,8 @@ from exported import assert_exported_equals_eager
 from mixers import GROWING, NAMES, every, every_mixer, every_scan
 from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn
-from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, is_plain, mixer_options, register_mixer
+from longhorn_kit.models.memory import is_plain
+from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_options, register_mixer
 
 
 def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)

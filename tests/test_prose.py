@@ -187,7 +187,7 @@ def backward_counter(name):
 
 
 DERIVED = { # page -> number as written -> the formula, which has to give it
-    "nbs/machine/recipe.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9}, "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
+    "nbs/machine/memory.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9}, "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
     "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache, "270 times": lambda: 128.56e6 / laptop_run("longhorn")["parameters"]},
     "nbs/models/20_mixer.ipynb": {"0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")},
     "nbs/theory/01_objective.ipynb": {"2.42": lambda: 0.5 * 2.2**2, "−1.42": lambda: 1 - 0.5 * 2.2**2},

@@ -210,6 +210,30 @@ def test_operations_are_well_formed(small):
     torch.library.opcheck(triton_conv._short_conv_backward, (dy, dfinal, *a.values(), None, True))
 
 
+@pytest.mark.parametrize("twice", (False, True))
+def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small):
+    a, dy, dfinal = inputs(2, 7, 5, 4)
+    cu = None if twice else torch.tensor([0, 3, 7], device=DEVICE)
+    a = a if twice else {**a, "x": a["x"][:1]}
+    ran = []
+    monkeypatch.setattr(triton_conv, "conv_forward", lambda *args, inner=conv_forward: (ran.append("forward"), inner(*args))[1])
+    monkeypatch.setattr(triton_conv, "conv_backward", lambda *args, inner=conv_backward, **o: (ran.append("backward"), inner(*args, **o))[1])
+
+    def run():
+        r = leaves(a)
+        y, last = causal_conv1d(**r, cu_seqlens=cu, output_final_state=True, backend="triton", twice=twice)
+        y, *again = y if twice else (y,)
+        outputs = [y, *again, last]
+        return y.grad_fn.name(), [*outputs, *torch.autograd.grad(outputs, list(r.values()), [t.cos() for t in outputs])]
+
+    names, results = zip(*[run() for _ in range(2)]) # the second starts kernels that the first compiled
+    monkeypatch.setattr(triton_conv, "in_eager", lambda *_: False)
+    operation, want = run()
+    assert ran == ["forward", "backward"] * 3 and (twice or "longhorn_kit_short_conv" in operation)
+    assert not any("longhorn_kit" in name for name in names)
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, want, strict=True))
+
+
 def test_compiles_without_graph_breaks(small):
     a, dy, _ = inputs(1, 4, 2, 3)
     r = leaves(a)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longhorn_kit.scan.op import longhorn_scan
-from longhorn_kit.scan.speed import issue_floor, scan_bytes, scan_floors, scan_operations, scan_products, scan_specials
+from longhorn_kit.scan.speed import code_floors, row_floors, scan_bytes, scan_floors, scan_operations, scan_products, scan_specials
 
 RESULTS = pathlib.Path(__file__).parent.parent / "kernels" / "results"
 RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
@@ -42,7 +42,28 @@ def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part()
     assert scan_products("exact", 16, chunk=16) > 0 == scan_products("exact", 16) == scan_products("diagonal", 16, chunk=16)
     floors = scan_floors("s6", 8, 2048, 2048, 16, "forward", RATES)
     assert max(floors, key=floors.get) == "specials"
-    assert issue_floor(1, 32, 32, 100, RATES) == pytest.approx(1e3 * 32 * 100 / (RATES["operations"] / 32))
+
+
+def test_floors_of_the_code_add_up_over_kernels():
+    "A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four schedulers."
+    cycle = 1e3 * 32 / RATES["operations"]                  # milliseconds of one scheduler's slot, all schedulers together
+    counts = [dict(total=60, wavefronts=7), dict(total=40)] # the second is of a record without wavefronts
+    assert code_floors(1, 32, 32, counts, RATES) == pytest.approx(dict(issue=32 * 100 * cycle, wavefronts=32 * 4 * 7 * cycle))
+
+
+def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
+    plain = dict(B=8, T=2048, D=2048, N=16, form="diagonal", kernels="diagonal", shape="S1", z=True, state=False, checkpoint="fast",
+                 dtype="bfloat16", kept_bytes_per_x=4.0)
+    count = lambda case, way, n: dict(case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0))
+    compiled = dict(rows=[count("fast diagonal", "backward", n) for n in (100, 300, None)] + [
+        count("fast diagonal", "forward", 7), count("fast diagonal S2", "backward", 7), count("fast exact", "backward", 7)])
+    size = 8, 2048, 2048
+    floors = row_floors(plain, "backward", RATES, compiled)
+    assert floors["issue"] == code_floors(*size, [dict(total=400)], RATES)["issue"]
+    assert floors["bytes"] == 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
+    for other in (dict(kernels="portable"), dict(z=False), dict(dtype="float32"), dict(shape="S1, T=2041"), dict(N=64)):
+        assert "issue" not in row_floors(plain | other, "backward", RATES, compiled)
+    assert "issue" not in row_floors(plain, "backward", RATES)
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():

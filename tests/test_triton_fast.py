@@ -232,38 +232,43 @@ def test_tensors_that_begin_anywhere(form, D):
     assert_same_bits(got, want)
 
 
-def test_an_unknown_triton_is_checked_not_trusted(monkeypatch):
-    def works():
+def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records(monkeypatch):
+    x = torch.zeros(1, device=DEVICE)
+    def works(record=False):
         triton_op.fast_kernels_work.cache_clear()
         triton_op._portable_instead.cache_clear()
+        ask = lambda: [triton_op.fast_kernels_work(0, form, wide) for form in ("diagonal", "exact") for wide in (False, True)]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            return triton_op.fast_kernels_work(0) and triton_op.fast_kernels_work(0), " ".join(str(w.message) for w in said), len(said)
+            if record:
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    ask(), x.add_(1)
+            return ask(), " ".join(str(w.message) for w in said), len(said)
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
-    monkeypatch.setattr(triton_op, "OWN_SPACING", dict(diagonal=8, exact=16)) # two forms are compiled in half of the time of five
-    assert works() == (True, "", 0)
+    assert works() == ([True] * 4, "", 0)
+    trusted, why, count = works(record=True)           # and the verdict holds after it
+    assert trusted == [False] * 4 and count == 2 and "call one scan of form 'exact' before" in why
     with monkeypatch.context() as broken:
         broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
         trusted, why, count = works()
-        assert not trusted and count == 1 and "ZeroDivisionError" in why
+        assert trusted == [True, True, False, False] and count == 1 and "ZeroDivisionError" in why
     right = triton_diagonal._own_and_carry
     with monkeypatch.context() as broken:              # as if nothing entered a segment of time
         broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
         trusted, why, count = works()
-        assert not trusted and count == 1 and "disagree" in why
+        assert trusted == [False, False, True, True] and count == 1 and "'diagonal' are wrong" in why
     monkeypatch.undo()
-    assert works()[0]
+    assert all(works()[0])
 
 
 def test_what_goes_to_the_portable_kernels_is_warned_of_once_a_reason():
     triton_op._portable_instead.cache_clear()
     new = lambda *s: torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
-    cases = (("exact", new(16).half(), new(8), 0), ("diagonal", new(16), new(8), 4), ("exact", new(16), new(8), 8),
-             ("s6", new(65), new(8), 0), ("s6_time_varying", new(16), new(8), 4))
+    cases = (("exact", new(16).half(), new(8)), ("s6", new(65), new(8)), ("s6_time_varying", new(65), new(8)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert all(triton_op.scan_path(form, k, k, x, every) == "portable" for form, k, x, every in cases)
+            assert all(triton_op.scan_path(form, k, k, x) == "portable" for form, k, x in cases)
             assert triton_op.scan_path("exact", new(16), new(16), new(8)) == "exact"
     said = [str(w.message) for w in caught]
     assert len(said) == len(set(said)) == len(cases) and all("the portable scan kernels run" in line for line in said)

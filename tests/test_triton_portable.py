@@ -10,7 +10,7 @@ from scan_cases import (
 from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
-FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
+FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying")
 small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
 
 

@@ -49,7 +49,7 @@ def steps_like(mixer: str, compile: bool, context: int) -> list:
     return [row for row in rows if row["context"] in (max(low or high), min(high or low))]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-010
-KEPT = {False: (10, 16), True: (4, 6)} # bytes per logit: the present loss and the recorded one; eager, compiled
+KEPT = {False: (2, 16), True: (2, 6)} # bytes per logit: the present loss and the recorded one; eager, compiled
 
 def kept_per_channel(row: dict) -> float:
     "Return alpha of equation (1) from a recorded step: the bytes that a block keeps per token and channel."
@@ -181,7 +181,7 @@ class Plan:
 # %% ../../nbs/machine/planner.ipynb #34_planner-025
 def memory_of(p: Plan) -> dict:
     "Return the bytes (2,) of each kind in a GPU's memory at its peak: equation (1)."
-    P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or p.tokens, p.tokens)
+    P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or 8192, p.tokens)
     wide = np.array([1, 1.001 if half else 2.002]) # allocations are rounded up; float32 keeps at most twice as much
     loss = p.config.vocab_size * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model) * wide
     whole, inputs = (2, 4 * p.config.n_layer) if p.train.checkpoint_blocks else (p.blocks, 0) # a block, the ends; bytes

@@ -20,7 +20,7 @@ from .processes import (
     peers_watched, see_folder, shard, sharding_of, together)
 from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
-    parameter_groups, seed_all, set_lr, cross_entropy_grad)
+    parameter_groups, seed_all, set_lr)
 from .trackers import check_tracker, open_tracker
 from ..scan.arguments import documented
 from longhorn_kit.records import (
@@ -341,8 +341,7 @@ def loss_only(model, config, end):
     "Return the module that computes a language model's loss."
     if config.reset_documents and end is None:
         raise ValueError("reset_documents needs `end`, the token that closes a document")
-    gap = torch.compile(cross_entropy_grad, dynamic=False) if config.compile else cross_entropy_grad
-    return LossOnly(model, config.loss_chunk, gap, end if config.reset_documents else None)
+    return LossOnly(model, config.loss_chunk, end if config.reset_documents else None)
 
 def finish_run(run):
     "Move the model to its device, shard it, and make its optimizer."

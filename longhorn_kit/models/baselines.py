@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .mixer import Mixer, ScanMixer, bias_apart, check_number, check_sizes, register_mixer, wide
+from .memory import bias_apart, wide, with_product
+from .mixer import Mixer, ScanMixer, check_number, check_sizes, register_mixer
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -42,8 +43,8 @@ class Mamba(ScanMixer):
         return -torch.exp(self.A_log.float())
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
-        dt, bias = bias_apart(self.dt_proj, dt_low_rank)
-        return selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
+        run = lambda dt, bias: selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
+        return with_product(self.dt_proj, dt_low_rank, run)
 
     def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
                   **options: Any) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..scan.arguments import documented, shown
-from .mixer import build_mixer, check_number, check_sizes, product_dtype, wide
+from .memory import chunked_cross_entropy, kernels_run, product_dtype, wide
+from .mixer import build_mixer, check_number, check_sizes
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -71,9 +72,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model))
 
-    def forward(self, h: Tensor) -> Tensor:
+    def normalize(self, h: Tensor) -> Tensor:
         h, weight = wide(h), self.weight
         return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
+
+    def forward(self, h: Tensor, y: Tensor | None = None) -> Any:
+        "Return the norm of h; or with y the pair `h + y` and its norm, on a GPU in the dtype of matrix products."
+        if y is None or not kernels_run(h, y, self.weight):
+            return self.normalize(h) if y is None else (h + y, self.normalize(h + y))
+        from longhorn_kit.scan.triton_pointwise import add_norm
+        return add_norm(h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype))
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-014
 class SwiGLU(nn.Module):
@@ -105,14 +113,14 @@ class Block(nn.Module):
         y = F.dropout(y, self.dropout, train)
         if self.mlp is None:
             return h, y
-        h = h + y
-        return h, F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, train)
+        h, u = self.mlp_norm(h, y)
+        return h, F.dropout(self.mlp(u), self.dropout, train)
 
     def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         "Return the stream (B,T,d_model) after this block, or the pair of `finish_block` if `y` is still to be added."
         closed = y is None
-        h = h if closed else h + y
-        h, y = self.finish_block(h, self.mixer(self.norm(h), cu_seqlens), self.training)
+        h, u = (h, self.norm(h)) if closed else self.norm(h, y)
+        h, y = self.finish_block(h, self.mixer(u, cu_seqlens), self.training)
         return h + y if closed else (h, y)
 
     def decode(self, h: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -165,13 +173,21 @@ class Backbone(nn.Module):
         y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # one compiled graph for all blocks
         for block in self.blocks:
             h, y = block(h, y, cu_seqlens)
-        h = self.norm(h + y)
+        _, h = self.norm(h, y)
         return h if cu_seqlens is None else h[0].unflatten(0, tokens.shape)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor | Any:
         "Return the logits (B,T,V) of tokens (B,T); with targets (B,T) also the loss in nats per token."
         logits = F.linear(self.features(tokens, cu_seqlens), self.output_matrix)
         return logits if targets is None else (logits, mean_loss(logits, targets))
+
+    def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 0) -> Tensor:
+        "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
+        h, table = self.features(tokens, cu_seqlens), self.output_matrix
+        check_targets(targets, h)
+        if not chunk and not h.is_cuda:
+            return mean_loss(F.linear(h, table), targets)
+        return chunked_cross_entropy(h.flatten(0, 1), table, targets.flatten().long(), chunk or 8192)
 
     def num_parameters(self) -> int:
         "Return the number of parameters; tied embeddings count once."
@@ -183,12 +199,17 @@ def mean_loss(
     targets: Tensor, # (B,T) the tokens to predict; -100 is left out
 ) -> Tensor:         # scalar, nats per token
     "Return the mean cross entropy, computed in float32."
-    expected = tuple(logits.shape[:-1])
-    if targets.shape != expected:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {expected} to match tokens")
+    check_targets(targets, logits)
     return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
+
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
+def check_targets(targets: Tensor, of: Tensor): # (B,T), (B,T,...)
+    "Raise a `ValueError` unless there is a target for every token."
+    if targets.shape != of.shape[:-1]:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
+
+# %% ../../nbs/models/22_lm.ipynb #22_lm-022b
 def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
     "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
     expected = "(B, T)" if dims == 2 else "(B,)"

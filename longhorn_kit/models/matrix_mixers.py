@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from .mixer import (
-    Mixer, ScanMixer, check_number, check_sizes, check_stream, product_dtype, register_mixer, wide)
+from .memory import product_dtype, wide
+from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 from ..scan.short_conv import causal_conv1d

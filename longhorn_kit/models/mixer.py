@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Callable, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .memory import halves, is_plain, bias_apart, wide, with_product
 from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
@@ -117,30 +117,12 @@ def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = Non
         raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 
-def wide(t: Tensor) -> Tensor:
-    "Return `t` in float32, or unchanged if it is float64."
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
-    "Return the dtype in which matrix products run: autocast's, or `otherwise`."
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
     "Memory of a scan layer between tokens."
     conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
-    S: Tensor    # (B,d_inner,d_state) the state, in float32 (float64 for a float64 layer)
-
-# %% ../../nbs/models/20_mixer.ipynb #20_mixer-037b
-def is_plain(layer: nn.Module) -> bool:
-    "Check whether a layer is a plain linear one: not wrapped, offloaded, quantised or hooked."
-    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in layer.__dict__:
-        return False
-    return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
-
-def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
-    "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
-    return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
+    S: Tensor    # (B,d_inner,d_state) the state; float32 (float64 in a float64 layer) unless asked otherwise
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
@@ -159,9 +141,7 @@ class ScanProjections(Mixer):
 
     def project_x_z(self, h):
         "Return x' and z of equation (1), two tensors (B,T,d_inner)."
-        if torch.compiler.is_compiling() and is_plain(self.in_proj):
-            return [F.linear(h, half) for half in self.in_proj.weight.chunk(2)] # their gradients need not be joined
-        return self.in_proj(h).chunk(2, -1)
+        return (halves(h, self.in_proj.weight) if is_plain(self.in_proj) else None) or self.in_proj(h).chunk(2, -1)
 
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
@@ -173,10 +153,10 @@ class ScanProjections(Mixer):
         q, k, dt_low_rank = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
-    def project_step(self, h_t, past, inplace=False):
+    def project_step(self, h_t, past, **options):
         "Project one token (B,d_model); see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
-        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, inplace=inplace)
+        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, **options)
         q, k, dt_low_rank = self.split_x_proj(x)
         return q, k, x, dt_low_rank, z, past
 
@@ -185,9 +165,11 @@ class ScanProjections(Mixer):
         dt_low_rank, k, q = self.x_proj(x).split([self.rank, self.d_state, self.d_state], -1)
         return q, k, dt_low_rank
 
-    def empty_cache(self, batch_size, device=None, dtype=None):
+    def empty_cache(self, batch_size, device=None, dtype=None, state_dtype=None):
+        "Return the cache before the first token; `state_dtype` is the dtype of the state, float32 or wider if None."
         zeros = lambda size: self.zeros(device, dtype, batch_size, self.d_inner, size)
-        return ScanCache(zeros(self.d_conv - 1), wide(zeros(self.d_state)))
+        S = zeros(self.d_state)
+        return ScanCache(zeros(self.d_conv - 1), wide(S) if state_dtype is None else S.to(state_dtype))
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
@@ -203,10 +185,12 @@ class ScanMixer(ScanProjections):
         one_by_one = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
-    def step(self, x_t: Tensor, cache: Any, inplace: bool = False) -> tuple:
-        "Step as `Mixer` does; `inplace` updates and returns `cache`."
-        *inputs, past = self.project_step(check_stream(x_t, 2, self.d_model, self.out_proj.weight), cache.conv, inplace)
-        y, S = self.scan_step(*inputs, cache.S, inplace=inplace)
+    def step(self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None) -> tuple:
+        "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
+        options = dict(inplace=inplace, state_indices=state_indices)
+        check_stream(x_t, 2, self.d_model, self.out_proj.weight)
+        *inputs, past = self.project_step(x_t, cache.conv, **options)
+        y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
@@ -239,7 +223,9 @@ class Longhorn(ScanMixer):
         return bias_apart(self.b_proj, dt_low_rank) if self.rate == "vector" else (self.b_proj(dt_low_rank), None)
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
-        return longhorn_scan(q, k, x, *self.step_sizes(dt_low_rank), self.D_skip, z, form=self.form, **options)
+        run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
+        vector = self.rate == "vector"
+        return with_product(self.b_proj, dt_low_rank, run) if vector else run(self.b_proj(dt_low_rank), None)
 
     def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
                   **options: Any) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from .. import __version__
 from .baselines import AttentionCache, PaddedCache
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
-from .mixer import wide
+from .memory import wide
 
 mend_torchvision()
 try:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import time_step_bias
-from .mixer import bias_apart
+from .memory import bias_apart
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import documented, exporting
 from ..scan.op import longhorn_scan, selective_scan

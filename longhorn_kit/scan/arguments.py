@@ -54,7 +54,7 @@ def check_optional(name: str, t, *shapes, **fit):
 def check_arguments(
     lead: str, # axes in front: "BT" for a scan, "B" for a step
     rate: str, # the caller's name for the logits: "b" or "dt"
-    q, k, x, b, A, bias, D_skip, z, state, sequences: int | None = None, # number of packed sequences, if any
+    q, k, x, b, A, bias, D_skip, z, state, rows: int | None = None, # of the state, if not one per row of q
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
     end = "" if lead == "BT" else "_t"
@@ -68,12 +68,17 @@ def check_arguments(
     check_optional(rate + "_bias", bias, (D,), **fit)
     check_optional("D_skip", D_skip, (D,), **fit)
     check_optional("z" + end, z, (*axes, D), **fit)
-    name, rows = "initial_state" if lead == "BT" else "state", axes[0] if sequences is None else sequences
-    like = f"{queries} and {values}" if sequences is None else "cu_seqlens"
-    check_optional(name, state, (rows, D, N), like=like, device=q.device)
+    like = "cu_seqlens" if end == "" and rows is not None else f"{queries} and {values}"
+    check_optional("state" if end else "initial_state", state, (axes[0] if rows is None else rows, D, N), like=like,
+                   device=q.device)
     if rate == "dt":
         check_tensor("A", A, (D, N), (*(*axes, 1)[:2], N), like="x and q", device=q.device)
 
+def s6_form(A: Tensor, dt_softplus: bool) -> str: # (D,N), or rates of tokens with three axes
+    "Return the name of Mamba's rule: by the shape of its rates, and by whether the logits are already step sizes."
+    if A.dim() == 3 and not dt_softplus:
+        raise ValueError(f"A has shape {tuple(A.shape)}; with dt_softplus=False it must be (D, N)")
+    return "s6_time_varying" if A.dim() == 3 else "s6" if dt_softplus else "s6_given"
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n14
 def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T")):
@@ -97,21 +102,37 @@ ACTIVATIONS = ("silu", "swish", None)
 
 def check_conv(
     name: str, axes: tuple, # the caller's name for x, letters of its axes
-    x, weight, bias, activation, state_name, state, rows: int | None = None, # sequences, if packed
-) -> Tensor:
-    "Return the filters as (D,W), or raise ValueError, naming the argument that does not fit."
+    x, weight, bias, activation, state_name, state, rows: int | None = None, # of the state, if not one per row of x
+):
+    "Raise ValueError, naming the argument, unless all tensors of a convolution fit together."
     check_tensor(name, x, axes)
     check_choice("activation", activation, ACTIVATIONS)
     D, fit = x.shape[-1], dict(like=name, device=x.device)
     check_tensor("weight", weight, (D, "W"), (D, 1, "W"), **fit)
-    weight = weight[:, 0] if weight.dim() == 3 else weight
-    if weight.shape[1] < 1:
+    if weight.shape[-1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
-    fit["like"] = f"{name} and weight" if rows is None else "cu_seqlens and weight"
-    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[1] - 1), **fit)
-    return weight
+    fit["like"] = "cu_seqlens and weight" if len(axes) == 3 and rows is not None else f"{name} and weight"
+    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit)
 
+# %% ../../nbs/machine/arguments.ipynb #arguments-n18c
+def check_slots(
+    slots, x, state, inplace: bool, # (B,) integers or None, (B,..), (slots,..)
+) -> int | None: # rows of the pool, None without slots
+    "Raise ValueError unless `state_indices` fits a step."
+    if slots is None:
+        return None
+    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
+        kind = getattr(slots, "dtype", type(slots).__name__)
+        raise ValueError(f"state_indices is {kind}; expected an int32 or int64 tensor")
+    check_tensor("x_t", x, ("B", "D"))
+    check_tensor("state", state, ("slots", "D", "N"))
+    if slots.shape != x.shape[:1] or slots.device != x.device:
+        raise ValueError(f"state_indices has shape {tuple(slots.shape)} on {slots.device}; "
+                         f"expected {tuple(x.shape[:1])} on {x.device} to match x_t")
+    if not inplace:
+        raise ValueError("state_indices needs inplace=True: the states of a pool are updated where they are")
+    return len(state)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
 def traced() -> bool:
@@ -183,10 +204,11 @@ def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
 HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
 
-@torch.compiler.assume_constant_result # asked while tracing
 def in_functorch() -> bool:
     "Return whether a transform of torch.func runs."
     return torch._C._are_functorch_transforms_active()
+
+setattr(in_functorch, "_dynamo_marked_constant", True) # asked while tracing
 
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."

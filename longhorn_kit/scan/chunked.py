@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .arguments import exporting, in_range, outside
+from .arguments import exporting, in_range, outside, s6_form
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
 from .reference import no_autocast, skip_and_gate, widened
 
@@ -92,9 +92,11 @@ class DecoupledRule:
 # %% ../../nbs/machine/chunked.ipynb #chunked-n14
 class S6Rule:
     "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
+    size, slope = staticmethod(F.softplus), staticmethod(torch.sigmoid) # Delta and its derivative
+
     def __init__(self, k, x, v, A):
         self.k, self.x, self.v = k, x, v.contiguous()
-        self.delta = F.softplus(self.v)
+        self.delta = self.size(self.v)
         self.u = torch.mul(self.delta, x, out=torch.empty_like(self.delta))
         self.rates, self.dA = A.mT.contiguous(), torch.zeros_like(A)
 
@@ -109,11 +111,15 @@ class S6Rule:
     def pull(self, t, gate, S, G, dk, dx, dv):
         du = over_states(self.k[t], G)
         d_delta = self.exponent(t, gate.mul_(S).mul_(G)).addcmul_(self.x[t], du)
-        torch.mul(d_delta, torch.sigmoid(self.v[t]), out=dv)
+        torch.mul(d_delta, self.slope(self.v[t]), out=dv)
         torch.mul(du, self.delta[t], out=dx)
         dk.copy_(over_channels(self.u[t], G))
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n15
+class GivenS6Rule(S6Rule):
+    "S6 with a given step size, `Delta = v`."
+    size, slope = staticmethod(torch.clone), staticmethod(torch.ones_like)
+
 class TimedS6Rule(S6Rule):
     "S6 with an input-dependent `A` (B,T,N), shared by the channels."
     def __init__(self, k, x, v, A):
@@ -215,7 +221,7 @@ def elementwise(Rule) -> Machine:
 # %% ../../nbs/machine/chunked.ipynb #chunked-n28
 MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": elementwise(DiagonalRule),
             "decoupled": elementwise(DecoupledRule), "s6": elementwise(S6Rule),
-            "s6_time_varying": elementwise(TimedS6Rule)}
+            "s6_given": elementwise(GivenS6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
@@ -346,7 +352,8 @@ def chunked_selective_scan(
     z: Tensor | None = None, *, initial_state: Tensor | None = None, # as for `reference_selective_scan`
     chunk: int | None = None, # steps per chunk; None: by the sizes
     cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
+    dt_softplus: bool = True, # False: `Delta = dt + dt_bias`, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
-    form = "s6" if A.dim() == 2 else "s6_time_varying"
+    form = s6_form(A, dt_softplus)
     return _run(form, chunk, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, cu_seqlens)

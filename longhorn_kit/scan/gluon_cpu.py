@@ -115,6 +115,8 @@ class Interpreter:
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
         if "shfl" in asm: # lanes that differ in the first dimension exchange and add
             return torch.stack([v.sum(0) for v in args])
+        if "shl" in asm:
+            return args[0].float()
         if "and" in asm:
             return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()
@@ -166,7 +168,8 @@ def _known(v, gl): # at compile time: functions and constants
 
 def _in_python(kernel, gl):
     names = {name: _known(v, gl) for name, v in kernel.fn.__globals__.items()}
-    names |= dict(gl=gl, async_copy=gl, mma_v2=gl.mma_v2, range=lambda *ends: map(_block, range(*map(int, ends))))
+    names |= dict(gl=gl, async_copy=gl, mma_v2=gl.mma_v2, _async_load=gl.async_copy_global_to_shared,
+                  range=lambda *ends: map(_block, range(*map(int, ends))))
     return types.FunctionType(kernel.fn.__code__, names, kernel.__name__, kernel.fn.__defaults__)
 
 

@@ -59,6 +59,9 @@ def _named(options):
 
 def launch(kernel: Any, programs: int, *args: Tensor | int | None, **options: Any) -> Any:
     "Start a Triton kernel on the current GPU, which has the tensors; return it as compiled. The first is a tensor."
+    if args[0].is_meta: # build and load it for a later call
+        compiled = kernel.warmup(*args, grid=(programs,), **options)
+        return compiled and compiled[(programs, 1, 1)] and compiled
     if not args[0].is_cuda or torch.version.hip is not None:
         return kernel[(programs,)](*args, **options)
     key = id(kernel), torch.cuda.current_device(), *options, *_named(options.values()), *_assumed(args)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import (
-    bounds_for_kernels, call_form, check_arguments, check_choice, check_cu_seqlens, check_tensor, documented,
-    kernel_obstacle, passed, remember, transformed, wants_gradient)
+    bounds_for_kernels, call_form, check_arguments, check_choice, check_cu_seqlens, check_slots, check_tensor,
+    documented, kernel_obstacle, passed, remember, s6_form, transformed, wants_gradient)
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
     STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
@@ -75,7 +75,7 @@ def run_sequences(
     return (out, torch.cat([r[1] for r in runs])) if output_final_state else out
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-020b
-def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint):
+def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint, dt_softplus=True):
     # `longhorn_scan`, or `selective_scan` given A; `rate` names b in errors.
     tensors = (q, k, x, b, A, bias, D_skip, z, state)
     call = None if cu_seqlens is not None else call_form(rate, form, backend, checkpoint, tensors=tensors)
@@ -87,10 +87,12 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
         remember(call, backend, q)
     if known or backend == "triton":
         from longhorn_kit.scan.triton_op import triton_scan
-        out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state,
-                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint)
+        out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state, dt_softplus=dt_softplus,
+                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint,
+                          first=bool(call) and not known)
         return out if final else out[0]
-    one = TORCH_SCANS[backend][1] if form is None else partial(TORCH_SCANS[backend][0], form=form)
+    longhorn, mamba = TORCH_SCANS[backend]
+    one = partial(mamba, dt_softplus=dt_softplus) if form is None else partial(longhorn, form=form)
     if lengths is not None and backend == "chunked" and torch.compiler.is_compiling():
         one, lengths = partial(one, cu_seqlens=cu_seqlens), None # chunks take a packed batch as a whole
     timed = A if A is not None and A.dim() == 3 else None
@@ -110,7 +112,7 @@ def longhorn_scan(
     output_final_state: bool = False, # return `(out, final_state)`
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
+    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
 ) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
@@ -121,22 +123,49 @@ def longhorn_scan(
     return _scan("b", form, q, k, x, b, None, b_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
                  checkpoint)
 
+# %% ../../nbs/scan/15_op.ipynb #15_op-n19a
+def step_slots(
+    step, # (tensors, states (n,..)) -> (outputs (n,..), next states)
+    tensors, state: Tensor, slots: Tensor, # (B,..) or None; pool of states (slots,..), changed in place; (B,)
+):
+    "Run a step in PyTorch on the rows that name a slot of the pool; the outputs of other rows are zero."
+    rows = ((slots >= 0) & (slots < len(state))).nonzero()[:, 0]
+    out, after = step([None if t is None else t[rows] for t in tensors], state[slots[rows]])
+    state[slots[rows]] = after.to(state.dtype)
+    return out.new_zeros(len(slots), *out.shape[1:]).index_copy(0, rows, out), state
+
 # %% ../../nbs/scan/15_op.ipynb #15_op-023b
-def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, backend):
+def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots, backend, dt_softplus=True):
     # `longhorn_step`, or `selective_step` given A.
-    check_tensor("state", state, ("B", "D", "N"))
-    check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state)
     tensors = (q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)
-    learns = wants_gradient(name, inplace, backend, *tensors)
-    if pick_backend("reference" if learns else backend, *tensors) == "triton":
+    call = call_form(name, form, inplace, backend, tensors=(*tensors, slots))
+    if not (known := passed(call)):
+        check_tensor("state", state, ("B" if slots is None else "slots", "D", "N"))
+        rows = check_slots(slots, x_t, state, inplace)
+        check_arguments("B", rate, q_t, k_t, x_t, b_t, A, bias, D_skip, z_t, state, rows)
+    if wants_gradient(name, inplace, backend, *tensors):
+        backend = "reference"
+    elif not known:
+        backend = pick_backend(backend, *tensors)
+        remember(call, backend, q_t)
+    if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_step import triton_step
-        rule = form or ("s6" if A.dim() == 2 else "s6_time_varying")
-        return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace)
-    q, k, x, b, A, S, bias, D_skip, z = widened(*tensors)
-    v = b if bias is None else b + bias
-    S = STEPS[form](S, k, x, torch.sigmoid(v)) if form else s6_update(S, k, x, F.softplus(v), A)
-    out = skip_and_gate((S * q[:, None, :]).sum(-1), x, D_skip, z).to(x_t.dtype)
-    return out, state.copy_(S) if inplace else S
+        rule = form or s6_form(A, dt_softplus)
+        return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots)
+
+    def one(cut, S):
+        *cut, A_t = cut
+        q, k, x, b, z, A_t, S, v_bias, skip = widened(*cut, A if A_t is None else A_t, S, bias, D_skip)
+        v = b if v_bias is None else b + v_bias
+        w = torch.sigmoid(v) if form else F.softplus(v) if dt_softplus else v
+        S = STEPS[form](S, k, x, w) if form else s6_update(S, k, x, w, A_t)
+        return skip_and_gate((S * q[:, None, :]).sum(-1), x, skip, z).to(x_t.dtype), S
+
+    rows = (q_t, k_t, x_t, b_t, z_t, A if A is not None and A.dim() == 3 else None)
+    if slots is not None:
+        return step_slots(one, rows, state, slots)
+    out, S = one(rows, state)
+    return out, state.copy_(S) if inplace else S.to(state.dtype)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
 @documented
@@ -148,11 +177,18 @@ def longhorn_step(
     *,
     form: str = "diagonal", # "diagonal", "exact" or "decoupled"
     inplace: bool = False, # write the next state into `state`, for inference
+    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
 ) -> tuple[Tensor, Tensor]:
-    "Run one decode step: `(out_t (B,D), next state (B,D,N))`."
+    """Run one decode step: `(out_t (B,D) in x_t.dtype, next state (B,D,N) in state.dtype)`.
+
+    Arithmetic is as in `longhorn_scan`, for states of any dtype. With `state_indices`, row i of the batch updates slot
+    `state_indices[i]` of a pool of states. A row whose index lies outside the pool, such as -1, is padding: it touches
+    no state, and its output is zero. The indices are not read on the host, so an index that occurs twice is the
+    caller's fault: that state is then undefined. Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
-    return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace, backend)
+    return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace,
+                 state_indices, backend)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-033
 @documented
@@ -166,11 +202,12 @@ def selective_scan(
     output_final_state: bool = False, # return `(out, final_state)`
     cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # what Triton keeps for the backward: "fast", "small" or steps between states
+    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
+    dt_softplus: bool = True, # False: Delta = dt + dt_bias, and A is (D,N)
 ) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."
     return _scan("dt", None, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
-                 checkpoint)
+                 checkpoint, dt_softplus)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-035
 @documented
@@ -181,7 +218,10 @@ def selective_step(
     D_skip: Tensor | None = None, z_t: Tensor | None = None, # (D,) weight of the skip connection, (B,D) gate
     *,
     inplace: bool = False, # write the next state into `state`, for inference
+    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
     backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
+    dt_softplus: bool = True, # False: Delta = dt_t + dt_bias, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
-    "Run one decode step of Mamba: `(out_t (B,D) in x_t.dtype, next state (B,D,N))`."
-    return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace, backend)
+    "Run one decode step of Mamba: return, and pick states by index, as `longhorn_step` does."
+    return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace,
+                 state_indices, backend, dt_softplus)

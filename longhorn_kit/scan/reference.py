@@ -36,10 +36,11 @@ def widened(*tensors: Tensor | None) -> list:
 
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-n12
-@torch.compiler.assume_constant_result # PyTorch 2.11 cannot compile this query
 def knows_autocast(device: str) -> bool: # type: "cpu", "cuda", ...
     "Return whether autocast exists for a kind of device; for \"meta\" it does not."
     return torch.amp.is_autocast_available(device)
+
+setattr(knows_autocast, "_dynamo_marked_constant", True) # PyTorch 2.11 cannot compile this query
 
 def no_autocast(device: str): # type: "cpu", "cuda", ...
     "Return a context manager that switches autocast off."
@@ -93,11 +94,13 @@ def reference_selective_scan(
     z: Tensor | None = None, # (B,T,D) gate
     *,
     initial_state: Tensor | None = None, # (B,D,N); zeros if None
+    dt_softplus: bool = True, # False: Delta = dt + dt_bias
 ) -> tuple[Tensor, Tensor]:
     "Run Mamba's S6 one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
     q, k, x, dt, A, dt_bias, D_skip, z, state = widened(q, k, x, dt, A, dt_bias, D_skip, z, initial_state)
-    delta = F.softplus(dt if dt_bias is None else dt + dt_bias)
+    dt = dt if dt_bias is None else dt + dt_bias
+    delta = F.softplus(dt) if dt_softplus else dt
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state
     rates = (lambda t: A) if A.dim() == 2 else (lambda t: A[:, t, None, :])
     step = lambda S, t: s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t))

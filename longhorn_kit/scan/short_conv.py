@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhorn_kit.scan.arguments import (
-    bounds_for_kernels, check_choice, check_conv, check_cu_seqlens, documented, kernel_obstacle, traced, transformed,
-    wants_gradient)
-from .op import run_sequences
+from .arguments import (
+    bounds_for_kernels, call_form, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle,
+    passed, remember, traced, transformed, wants_gradient)
+from .op import run_sequences, step_slots
 from .reference import no_autocast
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
@@ -44,8 +44,8 @@ def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
         return obstacle
     if transformed(x, weight, *others):
         return "torch.func and forward-mode differentiation cannot trace the kernels"
-    if weight.shape[1] > MAX_WIDTH:
-        return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[1]}"
+    if weight.shape[-1] > MAX_WIDTH:
+        return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[-1]}"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-019
 def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and the others of the call, or None
@@ -76,10 +76,16 @@ def causal_conv1d(
 
     All inputs get gradients; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""
-    lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
-    weight = check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
-                        None if lengths is None else len(lengths))
-    if pick_conv_backend(backend, x, weight, bias, initial_state) == "triton":
+    tensors = (x, weight, bias, initial_state)
+    call = None if cu_seqlens is not None else call_form("causal_conv1d", activation, backend, tensors=tensors)
+    if not (known := passed(call)):
+        lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
+        check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
+                   None if lengths is None else len(lengths))
+        backend = pick_conv_backend(backend, *tensors)
+        remember(call, backend, x)
+    weight = weight[:, 0] if weight.dim() == 3 else weight
+    if known or backend == "triton":
         from longhorn_kit.scan.triton_conv import triton_conv
         y, final = triton_conv(x, weight, bias, initial_state, bounds_for_kernels(cu_seqlens, x), activation,
                                output_final_state, twice, cu_seqlens is None or not traced())
@@ -97,15 +103,27 @@ def causal_conv1d_step(
     *,
     activation: str | None = "silu", # "silu" (or "swish"), or None
     inplace: bool = False, # shift `state` itself instead of making a new one
+    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,W-1), in place only; -1 for padding
     backend: str = "auto", # "auto", "triton" or "torch"
 ) -> tuple[Tensor, Tensor]:
-    """Run one decode step: `(y_t (B,D), next state (B,D,W-1))`.
+    """Run one decode step: `(y_t (B,D) in x_t.dtype, next state (B,D,W-1) in state.dtype)`.
 
-    The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only."""
-    weight = check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state)
-    learns = wants_gradient("causal_conv1d_step", inplace, backend, x_t, state, weight, bias)
-    if pick_conv_backend("torch" if learns else backend, x_t, weight, bias, state) == "triton":
+    The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only.
+    `state_indices` picks states from a pool as in `longhorn_step`."""
+    tensors = (x_t, state, weight, bias)
+    call = call_form("causal_conv1d_step", activation, inplace, backend, tensors=(*tensors, state_indices))
+    if not (known := passed(call)):
+        check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state,
+                   check_slots(state_indices, x_t, state, inplace))
+    if wants_gradient("causal_conv1d_step", inplace, backend, *tensors):
+        backend = "torch"
+    elif not known:
+        backend = pick_conv_backend(backend, x_t, weight, state, bias)
+        remember(call, backend, x_t)
+    weight = weight[:, 0] if weight.dim() == 3 else weight
+    if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_conv import triton_conv_step
-        return triton_conv_step(x_t, state, weight, bias, activation, inplace)
-    y, after = torch_conv(x_t[:, None], weight, bias, state, activation)
-    return y[:, 0], state.copy_(after) if inplace else after
+        return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
+    one = lambda cut, past: torch_conv(cut[0][:, None], weight, bias, past, activation)
+    y, after = one((x_t,), state) if state_indices is None else step_slots(one, (x_t,), state, state_indices)
+    return y[:, 0], state.copy_(after) if inplace else after.to(state.dtype)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PER_STATE', 'PER_CHANNEL', 'OF_FORM', 'scan_bytes', 'scan_operations', 'scan_specials', 'scan_products',
-           'scan_floors', 'draw_roofline', 'issue_floor', 'against', 'draw_against']
+           'scan_floors', 'draw_roofline', 'code_floors', 'row_floors', 'against', 'draw_against']
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-imports
 import itertools, math
@@ -115,13 +115,30 @@ def draw_roofline(
 
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-024
-def issue_floor(
+def code_floors(
     B: int, T: int, D: int,
-    per_step: float, # warp instructions for one step of 32 channels
+    counts: list, # of kernels that run one after the other, per step of 32 channels: instructions "total", "wavefronts"
     rates: dict, # as for `scan_floors`
-) -> float: # milliseconds
-    "Return the least time in which the schedulers can issue a kernel's instructions."
-    return 1e3 * B * T * D * per_step / rates["operations"]
+) -> dict: # milliseconds by "issue" and "wavefronts"
+    "Return the least times to issue the instructions of kernels, and to serve those of them that access memory."
+    unit = 1e3 * B * T * D / rates["operations"]
+    total = lambda name: sum(count.get(name, 0.0) for count in counts)
+    return dict(issue=unit * total("total"), wavefronts=4 * unit * total("wavefronts"))
+
+def row_floors(
+    row: dict, way: str, rates: dict, # of a scan in a record; "forward" or "backward"; as for `scan_floors`
+    compiled: dict | None = None, # that `kernels/aot.py --out` wrote for this GPU
+) -> dict: # milliseconds
+    "Return the floors of a timed scan with the states that it kept; of the compiled code only for plain main rows."
+    form, size, fast = row["form"], [row[name] for name in "BTDN"], row["kernels"] == row["form"]
+    floors = scan_floors(form, *size, way, rates, 16 if fast and form == "exact" else 0, z=row["z"],
+                         itemsize=4 if row["dtype"] == "float32" else 2, kept=row["kept_bytes_per_x"])
+    case = f"fast {form}" + f" {row['shape']}" * (row["shape"] != "S1")
+    counts = [r["instructions_per_step"] for r in (compiled or {"rows": ()})["rows"]
+              if r["case"] == case and r.get("way") == way and r["instructions_per_step"]]
+    plain = fast and all(row[name] == value for name, value in PLAIN.items())
+    return floors | code_floors(*size[:3], counts, rates) if plain and counts else floors
+
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-n49
 OF_FORM = {"exact": "longhorn_exact", "diagonal": "longhorn", "decoupled": "longhorn_decoupled", "s6": "mamba"}

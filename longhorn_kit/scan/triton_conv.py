@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-004
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +19,10 @@ from torch.library import custom_op, register_autograd
 
 from .arguments import in_range
 from .chunked import once_only
+from .launch import changed, differentiable, in_eager, launch
 from .triton_portable import (
     INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
-from .triton_portable_backward import _sum_of_rows
+from .triton_portable_backward import _as, _sums_of_rows
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit
@@ -268,27 +271,59 @@ def _conv_bwd_state_kernel(
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020
 @triton.jit
-def _conv_step_kernel(x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, D, ND, sx_b,
-                      W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, HAS_BIAS: tl.constexpr):
-    # One step of BD channels of one sequence; `after` may be `past` itself.
-    pid = tl.program_id(0)
-    batch = (pid // ND).to(tl.int64)
-    d = (pid % ND) * BD + tl.arange(0, BD)
+def _conv_step_kernel(
+        x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, slot_ptr, SLOTS, sx, s_past, s_after,
+        D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+        HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+    # One step of BD channels of R sequences; `after` may be `past` itself.
+    if PDL: # the next kernel may start now; this one waits for the kernel before it
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ND: tl.constexpr = (D + BD - 1) // BD
+    first = (tl.program_id(0) // ND).to(tl.int64) * R
+    d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     md = d < D
-    state = (batch * D + d) * (W - 1)
-    window = ()
-    for p in tl.static_range(W - 1):
-        window = window + (tl.load(past_ptr + state + p, mask=md, other=0.0).to(tl.float32),)
-    window = window + (tl.load(x_ptr + batch * sx_b + d, mask=md, other=0.0).to(tl.float32),)
+    windows, places, masks = (), (), ()
+    for r in tl.static_range(R):
+        slot, m = first + r, md
+        if slot_ptr is not None:
+            slot = tl.load(slot_ptr + first + r).to(tl.int64)
+            m = md & (slot >= 0) & (slot < SLOTS)
+        at = slot * s_past + d * (W - 1)
+        for p in tl.static_range(W - 1):
+            windows = windows + (tl.load(past_ptr + at + p, mask=m, other=0.0).to(tl.float32),)
+        x = tl.load(x_ptr + (first + r) * sx + d, mask=md, other=0.0)
+        windows = windows + (x.to(tl.float32),)
+        places, masks = places + (slot * s_after + d * (W - 1),), masks + (m,)
+    w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    y = _filter(window, _taps(w_ptr, d, md, W), bias, W)
-    if SILU:
-        y = y * _sigmoid(y)
-    tl.store(y_ptr + batch * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
-    for p in tl.static_range(W - 1):
-        tl.store(after_ptr + state + p, window[p + 1].to(after_ptr.dtype.element_ty), mask=md)
+    for r in tl.static_range(R):
+        window = windows[r * W:(r + 1) * W]
+        y = _filter(window, w, bias, W)
+        if SILU:
+            y = y * _sigmoid(y)
+        if slot_ptr is not None:
+            y = tl.where(masks[r], y, 0.0)
+        tl.store(y_ptr + (first + r) * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
+        for p in tl.static_range(W - 1):
+            tl.store(after_ptr + places[r] + p, window[p + 1].to(after_ptr.dtype.element_ty), mask=masks[r])
+
+# %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020c
+@cache
+def overlapped(device: torch.device) -> dict:
+    "Return the options of a launch that may start while the kernel before it ends, if the GPU knows how."
+    known = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+    return dict(PDL=True, launch_pdl=True) if known else dict(PDL=False)
+
+
+def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
+    "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
+    packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
+    whole = state if packed and not (INTERPRETED and state.dtype == torch.bfloat16) else state.float().contiguous()
+    result = run(whole)
+    return result if whole is state else (result, state.copy_(whole))[0]
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-022
 @dataclass(frozen=True)
@@ -301,6 +336,7 @@ class ConvPlan:
     warps: int = 1
 
 
+@lru_cache(4096)
 def conv_plan(
     B: int, T: int, D: int,
     direction: str = "forward", gradients: int = 1, # or "backward"; gradients of the output there
@@ -311,6 +347,8 @@ def conv_plan(
     L, enough = (32, 8192) if forward else (64, 1024)
     while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
         L //= 2
+    if not forward and gradients == 2 and L == 64: # many programs: with one run each they need fewer warps
+        return ConvPlan(128, 4, BD, 1, max(1, BD // 128))
     return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 8 // gradients, BD, 2, max(1, BD // 64))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-025
@@ -340,11 +378,11 @@ def conv_forward(
     new = partial(_empty(x), dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
-        _conv_fwd_kernel[(slots * blocks,)](
+        launch(_conv_fwd_kernel, slots * blocks,
             x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
             W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
-    return y.to(x.dtype), last.to(x.dtype)
+    return _as(y, x), _as(last, x)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-027
 @on_its_device
@@ -369,26 +407,26 @@ def conv_backward(
     flags = dict(W=W, SILU=silu, BD=p.BD, PACKED=packed, num_warps=p.warps, enable_fp_fusion=False,
                  **_has(bias=c, dht=dfinal if W > 1 else None))
     if slots * blocks:
-        _conv_bwd_kernel[(slots * blocks,)](
+        launch(_conv_bwd_kernel, slots * blocks,
             x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
             *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
             **_has(h0=initial if W > 1 else None), **flags)
     if dinitial is not None and dinitial.numel():
-        _conv_bwd_state_kernel[(n * blocks,)](
+        launch(_conv_bwd_state_kernel, n * blocks,
             x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
-    return (dx.to(x.dtype), _sum_of_rows(dw, weight.dtype, turned=True),
-            None if bias is None else _sum_of_rows(dbias, bias.dtype),
-            None if dinitial is None else dinitial.to(initial.dtype))
+    return (_as(dx, x), *_sums_of_rows(dw, weight, dbias, bias), None if dinitial is None else _as(dinitial, initial))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-032
-@custom_op("longhorn_kit::short_conv", mutates_args=())
-def _short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-                silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+         silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     y, last = conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
     if not checked:
         clear_outside(cu_seqlens, y)
     return y, last
+
+
+_short_conv = custom_op("longhorn_kit::short_conv", mutates_args=())(_run)
 
 
 @_short_conv.register_fake
@@ -398,14 +436,19 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
     return new(*x.shape), new(n, x.shape[2], weight.shape[1] - 1)
 
 
-@custom_op("longhorn_kit::short_conv_backward", mutates_args=())
-def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
+def _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
     if not checked:
         clear_outside(cu_seqlens, grads[0])
+    return grads
+
+
+@custom_op("longhorn_kit::short_conv_backward", mutates_args=())
+def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
+                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
+    grads = _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also, checked)
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
@@ -426,7 +469,8 @@ def _gradients(ctx, dy, dfinal, also=None):
     dy, also = (also, None) if dy is None else (dy, also)
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
-    backward = torch.ops.longhorn_kit.short_conv_backward.default # by name: see `triton_conv`
+    straight = in_eager(dy, dfinal, also) and not torch.is_grad_enabled()
+    backward = _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default # see `triton_conv`
     grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked)
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
     return (*grads, None, None, None, None)
@@ -436,47 +480,55 @@ register_autograd(_short_conv, _gradients, setup_context=_setup)
 once_only(_short_conv_backward, "causal_conv1d has no second derivative with backend='triton'; backend='torch' has one")
 
 
-class _Twice(torch.autograd.Function):
-    # The convolution with y as two tensors over the same memory.
-    @staticmethod
-    def forward(ctx, *inputs):
-        y, last = torch.ops.longhorn_kit.short_conv.default(*inputs)
-        _setup(ctx, inputs, None)
-        return y, last, y.view_as(y)
+def _run_twice(*inputs): # with y as two tensors over the same memory
+    y, last = (_run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default)(*inputs)
+    return y, last, y.view_as(y)
 
-    @staticmethod
-    def backward(ctx, dy, dlast, also):
-        return _gradients(ctx, dy, dlast, also)
+
+_once, _twice = (differentiable(run, _setup, _gradients) for run in (_run, _run_twice))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-035
 def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True):
     """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
 
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
-    # by name: where a notebook and the package both define the operation, the last one is valid
-    conv = _Twice.apply if twice else torch.ops.longhorn_kit.short_conv.default
-    y, last, *again = conv(x, weight, bias, initial_state, cu_seqlens, activation is not None, final, checked)
+    tensors = x, weight, bias, initial_state
+    if twice:
+        conv = _twice
+    elif not in_eager(*tensors, cu_seqlens): # by name: if a notebook and the package define it, the last one is valid
+        conv = torch.ops.longhorn_kit.short_conv.default
+    else:
+        conv = _once if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) else _run
+    y, last, *again = conv(*tensors, cu_seqlens, activation is not None, final, checked)
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
+@lru_cache(4096)
+def conv_step_plan(B: int, D: int) -> tuple: # sequences, channels
+    "Return the channels and the sequences per program of a step, and its warps: one channel per lane."
+    BD = min(128, max(32, triton.next_power_of_2(D)))
+    return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 512 else 1, BD // 32
+
+
 @on_its_device
-def conv_step(x_t, past, after, weight, bias, silu):
-    "Launch one step from `past` to `after` (B,D,W-1), which may be the same tensor: y (B,D)."
-    x_t, weight, (B, D) = _last_contiguous(x_t), weight.contiguous(), x_t.shape
-    BD = min(256, max(32, triton.next_power_of_2(D)))
+def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
+    "Launch one step from `past` to `after`, (B,D,W-1) or a pool, maybe the same tensor, rows contiguous: y (B,D)."
+    x_t, (weight, bias, slots), (B, D) = _last_contiguous(x_t), _contiguous(weight, bias, slots), x_t.shape
+    BD, rows, warps = plan or conv_step_plan(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
-        _conv_step_kernel[(B * _cdiv(D, BD),)](
-            x_t, weight, bias if bias is None else bias.contiguous(), past, y, after, D, _cdiv(D, BD), x_t.stride(0),
-            W=weight.shape[1], SILU=silu, BD=BD, HAS_BIAS=bias is not None, num_warps=max(1, BD // 128))
-    return y.to(x_t.dtype)
+        launch(_conv_step_kernel, B // rows * _cdiv(D, BD),
+            x_t, weight, bias, past, y, after, slots,
+            len(past), x_t.stride(0), past.stride(0), after.stride(0), D=D, W=weight.shape[1], SILU=silu,
+            BD=BD, R=rows, **_has(bias=bias), **overlapped(x_t.device), num_warps=warps)
+    return _as(y, x_t)
 
 
 def _fresh_step(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = torch.empty(state.shape, device=x_t.device, dtype=_stored(x_t.dtype))
+    after = torch.empty(state.shape, device=x_t.device, dtype=_stored(state.dtype))
     y = conv_step(x_t, state, after, weight, bias, silu)
-    return y, after.to(x_t.dtype)
+    return y, after.to(state.dtype)
 
 
 _step = custom_op("longhorn_kit::short_conv_step", mutates_args=())(_fresh_step)
@@ -484,39 +536,27 @@ _step = custom_op("longhorn_kit::short_conv_step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(x_t, state, weight, bias, silu):
-    new = lambda t: torch.empty(t.shape, device=x_t.device, dtype=x_t.dtype)
-    return new(x_t), new(state)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x_t, state)]
 
 
-@custom_op("longhorn_kit::short_conv_step_", mutates_args=("state",))
-def _step_(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    return conv_step(x_t, state, state, weight, bias, silu)
+def _step_in_place(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+                   slots: Tensor | None = None) -> Tensor:
+    return updated(state, lambda S: conv_step(x_t, S, S, weight, bias, silu, slots))
+
+
+_step_ = custom_op("longhorn_kit::short_conv_step_", mutates_args=("state",))(_step_in_place)
 
 
 @_step_.register_fake
-def _(x_t, state, weight, bias, silu):
+def _(x_t, state, weight, bias, silu, slots=None):
     return torch.empty(x_t.shape, device=x_t.device, dtype=x_t.dtype)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
-def unwatched() -> bool:
-    "Return whether nothing traces, compiles or intercepts PyTorch's operations now."
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-
-
-def changed(state):
-    "Return `state` after a kernel wrote into it: autograd notes it, as for any in-place operation."
-    if not state.is_inference():
-        torch.autograd.graph.increment_version(state)
-    return state
-
-
-def triton_conv_step(x_t, state, weight, bias, activation, inplace):
+def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
-    silu = activation is not None
-    if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
-        if unwatched():
-            return conv_step(x_t, state, state, weight, bias, silu), changed(state)
-        return torch.ops.longhorn_kit.short_conv_step_.default(x_t, state, weight, bias, silu), state
-    step = _fresh_step if unwatched() else torch.ops.longhorn_kit.short_conv_step.default
-    y, after = step(x_t, state, weight, bias, silu)
-    return y, state.copy_(after) if inplace else after
+    args = x_t, state, weight, bias, activation is not None
+    direct, ops = in_eager(*args[:4], slots), torch.ops.longhorn_kit
+    if not inplace:
+        return (_fresh_step if direct else ops.short_conv_step.default)(*args)
+    y = (_step_in_place if direct else ops.short_conv_step_.default)(*args, slots)
+    return y, changed(state) if direct else state

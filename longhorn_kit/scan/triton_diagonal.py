@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-004
 from dataclasses import replace
 
-import torch
 import triton
 from torch import Tensor
 
@@ -38,6 +37,8 @@ def _segment_steps(B, T, D, NP, direction):
     return steps if few and (B == 1 or T > steps) else 0
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-065
+KEPT = 16 # steps between the states kept for the backward: a chunk of either kernel
+
 def diagonal_plan(
     B: int, T: int, D: int, N: int,
     packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
@@ -53,12 +54,12 @@ def diagonal_plan(
         if wide is None: # two at a time for each of an H200's 132 multiprocessors; the result does not change
             wide = NP == 16 and T >= 1024 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
         BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
-    LS = segment or (_cdiv(T, 16) + 1) * 16
+    LS = segment or (_cdiv(T, KEPT) + 1) * KEPT
     per_sequence, alone = max(1, _cdiv(T, LS)), packed is None
     return PortablePlan(
         DIAGONAL_RULE, 2, NP, BD, warps, 8, True,
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * _cdiv(T, 8) if alone else T // 8 + packed, segment > 0 and (not alone or per_sequence > 1))
+        B * _cdiv(T, KEPT) if alone else T // KEPT + packed, segment > 0 and (not alone or per_sequence > 1), KEPT)
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-069
 def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, reverse):
@@ -100,7 +101,7 @@ def diagonal_forward(
         x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,
         BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, **_has(bias=bias, skip=skip, z=z, h0=h0),
-        PACKED=packed, RAGGED_T=_masked(p, 16, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride,
+        PACKED=packed, RAGGED_T=_masked(p, KEPT, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride,
         num_warps=p.warps, enable_fp_fusion=False)
     return out, _unpadded(final, p.N), ckpt
 
@@ -127,7 +128,7 @@ def diagonal_backward(
         dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
         p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(vec, xa, ba, za, ga), RULE=p.rule,
         VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented, **_has(bias=bias, skip=skip, z=z, dht=edge),
-        PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
+        PACKED=packed, RAGGED_T=_masked(p, KEPT, packed), RAGGED_D=p.D % 32 != 0,
         ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
     return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
                     _unpadded(dinitial, p.N), scalar, drate)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .triton_diagonal_forward import Rule, _alone, _channel_rates, _itself, _next, _norm, _rate, _rates_buffer, _weighed
-from .triton_gluon import LOG2E, _adjacent, _at_most, _copy, _dot, _exp, _fnma, _load, _mask, _reciprocal
+from .triton_gluon import LOG2E, _adjacent, _at_most, _copy, _dot, _float, _fnma, _load, _mask, _reciprocal
 from .triton_gluon import _rows_apart, _slot, _store
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
@@ -75,8 +75,8 @@ def _over_warps(t, shared, PARTS: gl.constexpr):
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-053
 @gluon.jit
 def _slope(v):
-    # exp(-v)
-    return _exp(_at_most(-v, 80.0))
+    # exp(-v) of a logit v, which is already multiplied by -log2(e).
+    return gl.exp2(_at_most(v, 80.0 * LOG2E))
 
 
 @gluon.jit
@@ -111,22 +111,22 @@ def _over_channels(a, b):
 
 
 @gluon.jit
-def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
+def _four_steps(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
                 VEC: gl.constexpr, RULE: gl.constexpr):
-    # Four steps forward, states kept in registers, then back with (2) to (4). A lane sums its elements, then lanes
-    # meet. Parts of y come on the way back, where queries are loaded anyway. With few registers, y is stored first:
-    # after a store the compiler reloads rows that it would otherwise keep.
+    # Three steps from state S, states kept in registers, then four back from the state `after` with (2) to (4). A lane
+    # sums its elements, then lanes meet. Parts of y come on the way back, where queries are loaded anyway. With few
+    # registers, y is stored first: after a store the compiler reloads rows that it would otherwise keep.
     FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    states = ()
+    states = (S,)
     ys = ()
-    for u in gl.static_range(4):
-        states = states + (S,)
-        S = _next_at(S, A, t0 + u, sw, sx, sk, sa, RULE)
-        if FIRST:
-            ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
+    for u in gl.static_range(3):
+        states = states + (_next_at(states[u], A, t0 + u, sw, sx, sk, sa, RULE),)
+    states = states + (after,)
     if FIRST:
+        for u in gl.static_range(4):
+            ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], states[u + 1]),)
         py.store(_over_n(ys))
     vqs = ()
     vxs = ()
@@ -135,6 +135,7 @@ def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.c
     for j in gl.static_range(4):
         t = t0 + 3 - j
         Sp = states[3 - j]
+        S = states[4 - j]
         kn = sk.index(t).load(OVER_N)[:, None]
         qn = sq.index(t).load(OVER_N)[:, None]
         g1 = sd.index(t).load(OVER_D)[None, :]
@@ -149,7 +150,6 @@ def _four_steps(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.c
         ves = (_over_states(ekG, w),) + ves
         vks = (_over_channels(eG, w),) + vks
         G = _fnma(kn, ekG, G)
-        S = Sp
     if HAS_Z and not FIRST:
         py.store(_over_n(ys))
     return G, dA, (_over_n(vxs), _over_n(ves)), (_over_d(vks), _over_d(vqs))
@@ -168,8 +168,9 @@ def _diagonal_bwd_kernel(
         SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
         HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr,
         ONE_STRIDE: gl.constexpr):
-    # One program: 32 channels of one segment, 16 states per warp. Chunks of 8 steps from a checkpoint, back in halves.
-    C: gl.constexpr = 8
+    # One program: 32 channels of one segment, 16 states per warp. A chunk of 16 steps runs forward from a checkpoint to
+    # its last four steps, then back by fours that start from the states kept on the way.
+    C: gl.constexpr = 16
     BD: gl.constexpr = 32
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
     TIMES: gl.constexpr = 1.0 if RULE.beside is None else 1.0 / RULE.beside # turns the kept multiple of x into x
@@ -224,7 +225,7 @@ def _diagonal_bwd_kernel(
     cq = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], rows2)
     if RULE.timed:
         ca = gl.allocate_shared_memory(A.dtype.element_ty, [C, N], rows2)
-    here = gl.allocate_shared_memory(gl.float32, [N, BD], rows2)
+    kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], rows2) # the state before every half but the last
     sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sh = sx_
@@ -246,15 +247,17 @@ def _diagonal_bwd_kernel(
     pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     py = px
     if HAS_Z:
-        py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
+        py = pe # with many states memory is scarce, and these parts are read before the others are written
+        if NW < 8:
+            py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     pq = gl.allocate_shared_memory(gl.float32, [4, N], rows2)
-    sw4 = sw._reinterpret(gl.float32, [2, 4, BD], rows2)
-    sh4 = sh._reinterpret(gl.float32, [2, 4, BD], rows2)
-    sd4 = sd._reinterpret(gl.float32, [2, 4, BD], rows2)
-    sm4 = sm._reinterpret(gl.float32, [2, 4, BD], rows2)
+    sw4 = sw._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
+    sh4 = sh._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
+    sd4 = sd._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
+    sm4 = sm._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
     if HAS_Z:
         sf = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-        sf4 = sf._reinterpret(gl.float32, [2, 4, BD], rows2)
+        sf4 = sf._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
     G = gl.zeros([N, BD], gl.float32, STATE)
     adA = gl.zeros([N, BD], gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, adA, RULE, RAGGED_D)
@@ -293,41 +296,43 @@ def _diagonal_bwd_kernel(
     _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
     if RULE.timed:
         _copy(ca, A + c64 * N, oK, mK, RAGGED_T)
-    _copy(here, ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
+    _copy(kept.index(0), ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
     async_copy.commit_group()
     abi = gl.zeros([4, BD], gl.float32, HALF)
     ads = gl.zeros([4, BD], gl.float32, HALF)
+    S = gl.zeros([N, BD], gl.float32, STATE)
     for i in range(0, chunks):
+        after = S # the state before the steps of the last turn follows those of this one
         c = chunks - 1 - i
         async_copy.wait_group(0)
         bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
         ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, HALF))[None, :]
         if HAS_BIAS:
-            bi = _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
+            bi = RULE.bias_by * _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
         kc = ck.load(SUMS)
-        kk = _norm(kc, N * TD // 32, TILE, RULE)
-        v = cb.load(TILE).to(gl.float32) + bi
+        v = gl.fma(_float(cb.load(TILE)), RULE.bias_by, bi)
         slope = RULE.slope(v)
-        gf = cg.load(TILE).to(gl.float32)
-        w = RULE.rate_again(v, slope, kk, tT < left - c * C, RAGGED_T)
+        w = RULE.rate_again(v, slope, _norm(kc, N * TD // 32, TILE, RULE), tT < left - c * C, RAGGED_T)
         sw.store(w)
         sm.store(slope)
+        gf = _float(cg.load(TILE))
         if HAS_Z:
-            zf = cz.load(TILE).to(gl.float32)
-            gate = _reciprocal(1.0 + _exp(gl.minimum(-zf, 80.0)))
-            sd.store(gf * zf * gate)
-            sf.store(gf * gate * gl.fma(zf, 1.0 - gate, 1.0))
+            zf = _float(cz.load(TILE))
+            gate = _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
+            gg = gf * gate
+            sd.store(gg * zf)
+            sf.store(gg * gl.fma(zf, 1.0 - gate, 1.0))
         else:
             sd.store(gf)
-        xf = cx.load(TILE).to(gl.float32)
+        xf = _float(cx.load(TILE))
         sx_.store(RULE.enters(xf, w))
         if RULE.beside is not None:
             sh.store(RULE.beside * xf)
-        sk.store(kc.to(gl.float32))
-        sq.store(cq.load(SUMS).to(gl.float32))
+        sk.store(_float(kc))
+        sq.store(_float(cq.load(SUMS)))
         if RULE.timed:
-            sa.store(LOG2E * ca.load(SUMS).to(gl.float32))
-        S = here.load(STATE)
+            sa.store(LOG2E * _float(ca.load(SUMS)))
+        S = kept.index(0).load(STATE)
         cn = gl.maximum(c - 1, 0)
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
@@ -343,33 +348,47 @@ def _diagonal_bwd_kernel(
             _copy(ca, A + c64 * N, oK, mK, RAGGED_T)
         if HAS_SKIP:
             ds = _load(skip, dO, dO < D, RAGGED_D).to(gl.float32)[None, :]
-        for u in gl.static_range(4): # to the middle of the chunk
-            S = RULE.step_at(S, rates, u, sw1, sx1, sk1, sa1, RULE)
-        for back in range(2): # its second half, then its first
-            t0 = 4 - 4 * back
-            if back == 1:
-                S = here.load(STATE)
-                _copy(here, ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
-                async_copy.commit_group()
+        for a in range(0, C // 4 - 1): # to the last four steps
+            for u in gl.static_range(4):
+                S = RULE.step_at(S, rates, 4 * a + u, sw1, sx1, sk1, sa1, RULE)
+            if a < C // 4 - 2:
+                kept.index(a + 1).store(S)
+        if i == 0: # no turn came before
+            after = S
+        for t in range(c * C + C - 4, c * C + gl.where(i == 0, C, C - 4)):
+            after = RULE.step_at(after, rates, t - c * C, sw1, sx1, sk1, sa1, RULE)
+        for back in range(C // 4): # the last four steps, then those before
+            four = C // 4 - 1 - back
+            t0 = 4 * four
+            if back > 0:
+                after = S
+                S = kept.index(four).load(STATE)
+                if back == C // 4 - 1:
+                    _copy(kept.index(0), ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
+                    async_copy.commit_group()
             G, adA, over_n, over_d = RULE.four_steps(
-                S, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
+                S, after, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
             kGs, falls = over_n
+            if HAS_Z and NW == 8:
+                y = gl.sum(py.load(PARTS), 1)
             if NW > 1:
                 px.store(kGs)
                 pe.store(falls)
             mO = _mask(tO < left - c * C - t0, mD, RAGGED_T, RAGGED_D)
             o64 = c.to(gl.int64) * (C * D) + t0 * D
-            xh = sh4.index(1 - back).load(HALF)
-            dy = sd4.index(1 - back).load(HALF)
+            xh = sh4.index(four).load(HALF)
+            dy = sd4.index(four).load(HALF)
             if HAS_Z:
-                y = gl.fma(TIMES * ds, xh, gl.convert_layout(gl.sum(py.load(PARTS), 1), HALF))
-                _store(dz + o64, oO, y * sf4.index(1 - back).load(HALF), mO, RAGGED_T or RAGGED_D)
+                if NW < 8:
+                    y = gl.sum(py.load(PARTS), 1)
+                y = gl.fma(TIMES * ds, xh, gl.convert_layout(y, HALF))
+                _store(dz + o64, oO, y * sf4.index(four).load(HALF), mO, RAGGED_T or RAGGED_D)
             kG = _over_warps(kGs, px, PARTS)
-            dx4 = gl.fma(ds, dy, RULE.enters(kG, sw4.index(1 - back).load(HALF)))
+            dx4 = gl.fma(ds, dy, RULE.enters(kG, sw4.index(four).load(HALF)))
             _store(dx + o64, oO, dx4, mO, RAGGED_T or RAGGED_D)
             fall = RULE.fall(_over_warps(falls, pe, PARTS), kG, xh)
-            w4 = sw4.index(1 - back).load(HALF)
-            s4 = sm4.index(1 - back).load(HALF)
+            w4 = sw4.index(four).load(HALF)
+            s4 = sm4.index(four).load(HALF)
             dv = fall * (w4 * s4 if RULE.normed else s4)
             _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
             if RAGGED_T and not RULE.normed: # in these rules a key of 0 does not make dv 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .triton_gluon import LOG2E, _adjacent, _dot, _exp2, _fnma, _load, _mask, _reciprocal, _rows_apart
+from .triton_gluon import LOG2E, _adjacent, _dot, _exp2, _float, _fnma, _load, _mask, _reciprocal, _rows_apart
 from .triton_gluon import _slot, _stack8, _store
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-023
@@ -66,16 +66,16 @@ def _rates_of(A, sa, t, OVER_N: gl.constexpr, RULE: gl.constexpr):
 @gluon.jit
 def _keys_in(k, q, a, sk, sq, sa, RULE: gl.constexpr):
     # Keys, queries and rates of a chunk, in float32.
-    sk.store(k.to(gl.float32))
-    sq.store(q.to(gl.float32))
+    sk.store(_float(k))
+    sq.store(_float(q))
     if RULE.timed:
-        sa.store(LOG2E * a.to(gl.float32))
+        sa.store(LOG2E * _float(a))
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-030
 @gluon.jit
 def _rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
     # eps; `bias` is already multiplied by -log2(e).
-    return _reciprocal(1.0 + kk + gl.exp2(_fnma(LOG2E, b.to(gl.float32), bias)))
+    return _reciprocal(1.0 + kk + gl.exp2(_fnma(LOG2E, _float(b), bias)))
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def _next(S, k, eps, x, a):
 def _norm(k, HELD: gl.constexpr, LAYOUT: gl.constexpr, RULE: gl.constexpr):
     # |k|^2 of every step as a column of a tile, if the rate needs it; a lane holds HELD adjacent keys.
     if RULE.normed:
-        kf = k.to(gl.float32)
+        kf = _float(k)
         return gl.convert_layout(gl.sum(_adjacent(kf, kf, HELD), 1), gl.SliceLayout(1, LAYOUT))[:, None]
     else:
         return 0.0
@@ -105,7 +105,7 @@ def _tile_in(x, b, k, q, a, bias, inside, sw, sx, sk, sq, sa, RULE: gl.constexpr
     TILE: gl.constexpr = x.type.layout
     w = RULE.rate(b, bias, _norm(k, 8, TILE, RULE), inside, RAGGED_T)
     sw.store(w)
-    sx.store(RULE.enters(x.to(gl.float32), w))
+    sx.store(RULE.enters(_float(x), w))
     _keys_in(k, q, a, sk, sq, sa, RULE)
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-034
@@ -133,9 +133,9 @@ def _eight_steps(S, A, t0, sw, sx, sk, sq, sa, sy, RULE: gl.constexpr):
 @gluon.jit
 def _tile_out(sy, x, z, skip, out, offsets, mask, PARTS: gl.constexpr, HAS_Z: gl.constexpr, RAGGED: gl.constexpr):
     # Sum the parts of y, add the skip, gate, store.
-    y = gl.fma(skip, x.to(gl.float32), gl.convert_layout(gl.sum(sy.load(PARTS), 1), x.type.layout))
+    y = gl.fma(skip, _float(x), gl.convert_layout(gl.sum(sy.load(PARTS), 1), x.type.layout))
     if HAS_Z:
-        zf = z.to(gl.float32)
+        zf = _float(z)
         y = y * zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
     _store(out, offsets, y, mask, RAGGED)
 
@@ -148,7 +148,8 @@ def _diagonal_fwd_kernel(
         SEGMENTED: gl.constexpr, SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr,
         HAS_Z: gl.constexpr, HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr,
         RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
-    # One program: BD channels of one segment. NW warps share its states, each lane N / NW of them.
+    # One program: BD channels of one segment. NW warps share its states, each lane N / NW of them. Every chunk
+    # keeps its first state.
     C: gl.constexpr = 16
     RAGGED: gl.constexpr = RAGGED_T or RAGGED_D
     STATE: gl.constexpr = gl.BlockedLayout([N // NW, BD // 32], [1, 32], [NW, 1], [1, 0])
@@ -165,7 +166,7 @@ def _diagonal_fwd_kernel(
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
-    seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, 8, PACKED)
+    seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     hi = gl.minimum(lo + LS, length)
     D = DV * VEC
     sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sz_v, VEC, ONE_STRIDE)
@@ -214,7 +215,7 @@ def _diagonal_fwd_kernel(
     out += (row + lo) * D
     k += (row + lo) * N
     q += (row + lo) * N
-    ckpt += (chunk + lo // 8) * N * D
+    ckpt += (chunk + lo // C) * N * D
     left = hi - lo
     chunks = (left + C - 1) // C
     mT = _mask(tT[:, None] < left, mD, RAGGED_T, RAGGED_D)
@@ -242,14 +243,9 @@ def _diagonal_fwd_kernel(
         at = _token_rates(A, c64 * N, oK, tK[:, None] < left - cn * C, kt, RULE, RAGGED_T)
         if HAS_Z:
             zt = _load(z + c64 * sz, oZ, mT, RAGGED)
+        if SAVE:
+            _store(ckpt + c.to(gl.int64) * N * D, nd, S, mS, RAGGED_D)
         for h in range(0, 2):
-            if SAVE:
-                here = ckpt + (2 * c + h).to(gl.int64) * N * D
-                if RAGGED_T:
-                    if c * C + 8 * h < left:
-                        gl.store(here + nd, S, mask=mS)
-                else:
-                    _store(here, nd, S, mS, RAGGED_D)
             S = _eight_steps(S, rates, 8 * h, sw1, sx1, sk1, sq1, sa1, sy4.index(h), RULE)
         mT = _mask(tT[:, None] < left - c * C, mD, RAGGED_T, RAGGED_D)
         _tile_out(sy, xc, zc, ds, out + c.to(gl.int64) * C * D, oO, mT, PARTS, HAS_Z, RAGGED)
@@ -361,9 +357,9 @@ def _diagonal_adjoint_kernel(
         zt = _load(z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D)
     for i in range(0, chunks):
         kk = _norm(kt, 8, TILE, RULE)
-        drive = vt.to(gl.float32)
+        drive = _float(vt)
         if HAS_Z:
-            zf = zt.to(gl.float32)
+            zf = _float(zt)
             drive = drive * zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
         w = RULE.rate(bt, bi, kk, tT[:, None] < rest, RAGGED_T)
         sw.store(w)

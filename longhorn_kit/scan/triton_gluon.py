@@ -13,7 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_portable import _contiguous
+from .triton_portable import _contiguous, _last_contiguous, _rows_contiguous
+
+# Triton 3.9 has other names for these.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 
 # %% ../../nbs/machine/triton_gluon.ipynb #triton_diagonal-007
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -32,6 +37,16 @@ def _exp2(v):
 @gluon.jit
 def _exp(v):
     return gl.exp2(v * LOG2E)
+
+
+@gluon.jit
+def _float(v):
+    # v in float32. The upper bfloat16 of two is masked in place; the compiler would shift it down and up again.
+    if v.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [v], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return v.to(gl.float32)
 
 
 @gluon.jit
@@ -74,9 +89,9 @@ def _copy(shared, ptr, offsets, mask, RAGGED: gl.constexpr, VEC: gl.constexpr = 
     if VEC == 1:
         shared.store(_load(ptr, offsets, mask, RAGGED))
     elif RAGGED:
-        async_copy.async_copy_global_to_shared(shared, ptr + offsets, mask=mask)
+        _async_load(shared, ptr + offsets, mask=mask)
     else:
-        async_copy.async_copy_global_to_shared(shared, ptr + offsets)
+        _async_load(shared, ptr + offsets)
 
 
 @gluon.jit
@@ -175,14 +190,18 @@ def _vector(D):
 def _aligned(t, vec):
     # t or a clone, rows a multiple of `vec` elements apart and the first at a multiple of 16 bytes: for wide loads.
     batch, row, column = t.stride()
-    good = column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
+    if column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0:
+        return t
+    if column != 1 and row == 1: # steps are adjacent
+        return _last_contiguous(t)
+    return t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
 
 
 def _keys(t, N):
     if t.shape[-1] == N and t.is_contiguous() and t.data_ptr() % 16 == 0:
         return t
-    return _aligned((torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else t).contiguous(), 1)
+    t = torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else _last_contiguous(t).contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _unpadded(t, N):
@@ -210,4 +229,4 @@ def _steps(vec, *tensors):
 def _ready(p, wide, keys, channels):
     # Elements per copy, and the kernels' inputs: wide ones (B,T,D), keys with N columns, channels (D,).
     vec, each = _vector(p.D), lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors]
-    return vec, each(_aligned, vec, wide), each(_keys, p.NP, keys), _contiguous(*channels)
+    return vec, each(_aligned, vec, _rows_contiguous(wide)), each(_keys, p.NP, keys), _contiguous(*channels)

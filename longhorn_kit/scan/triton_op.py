@@ -7,30 +7,45 @@ __all__ = []
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-004
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
-from itertools import product
+from threading import Thread
 
 import torch
 import triton
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.library import custom_op, register_autograd
 
 from .. import __version__
-from .arguments import exporting, in_range, traced
+from .arguments import exporting, in_range, s6_form, traced
 from .chunked import once_only
 from .launch import differentiable, in_eager
+from .reference import reference_scan, reference_selective_scan
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
 from .triton_portable_backward import portable_backward
 
-_obstacle = "they need an NVIDIA GPU" if INTERPRETED or torch.version.hip is not None else None
-if not _obstacle:
+_obstacles = {} # of a set of kernels: why it cannot run here
+
+@contextmanager
+def _may_have_moved(kernels): # Gluon is experimental: another Triton may have moved any part of it
     try:
+        yield
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        _obstacles[kernels] = f"with triton {triton.__version__} they cannot be imported ({what})"
+
+if INTERPRETED or torch.version.hip is not None:
+    _obstacles = dict.fromkeys(("diagonal", "exact", "selective"), "they need an NVIDIA GPU")
+else:
+    with _may_have_moved("diagonal"):
         from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan
+    with _may_have_moved("exact"):
         from longhorn_kit.scan.triton_exact import exact_forward, exact_plan, exact_takes
         from longhorn_kit.scan.triton_exact_backward import exact_backward
+    with _may_have_moved("selective"):
         from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
-    except Exception as error: # Gluon is experimental: another Triton may have moved any part of it
-        _obstacle = f"with triton {triton.__version__} they cannot be imported ({type(error).__name__}: {error})"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-010
 FAST = True # False: the portable kernels always
@@ -43,63 +58,67 @@ def _portable_instead(why): # cached: one warning per reason
 
 
 @cache
-def fast_kernels_work(device: int) -> bool: # index of the GPU
-    "Return whether the fast kernels may run on a GPU; warn if not."
-    why = _obstacle
+def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # index of the GPU; more than 16 states
+    "Return whether the fast kernels of a form may run on a GPU; warn if not. The first answer holds."
+    why = _obstacles.get(form if form in ("diagonal", "exact") else "selective")
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
     if not why and not triton.__version__.startswith(KNOWN_TRITON):
-        why = _disagreement(device)
+        untried = traced() or detect_fake_mode() is not None
+        why = (f"triton {triton.__version__} is untested, and a trial cannot run inside a compiler or a CUDA graph; "
+               f"call one scan of form {form!r} before") if untried else _disagreement(device, form, wide)
     if why:
         _portable_instead(why)
     return why is None
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-012
-TRIAL = ( # T, D, N, bounds of packed sequences: several segments; the second also with states, bias and skip
-    (600, 40, 16, None), (600, 40, 64, (0, 7, 600)))
+TRIAL = 600, 40 # steps and channels: several segments of time, and a block of channels that is not full
 
 
-def _trial(form, T, D, N, bounds, device):
-    # Results and gradients of one case by fast, then by portable kernels.
-    new = lambda *s: torch.randn(s, device=device, dtype=torch.bfloat16)
-    q, k, x, b, z = new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(1, T, D)
-    rates = {"s6": (D, N), "s6_time_varying": (1, T, N)}.get(form)
-    A = {} if rates is None else dict(A=-new(*rates).exp())
-    n = bias = skip = state = cu = None
-    if bounds:
-        n, bias, skip = len(bounds) - 1, new(D), new(D)
-        state, cu = new(n, D, N).float(), torch.tensor(bounds, device=device)
-    for path in (form, "portable"):
-        plan, forward, backward = _path_kernels(path, form)
-        out, final, ckpt = forward(plan(1, T, D, N, n, "forward"), q, k, x, b, bias, skip, z, state, cu, **A)
-        grads = backward(plan(1, T, D, N, n, "backward"), x, state, ckpt, q, k, x, b, bias, skip, z, cu, **A)
-        yield [out, final, *(g for g in grads if g is not None)]
+def _trial(form, T, D, N, device):
+    # Results and gradients of one sequence: by the fast kernels, and by the loop.
+    gen = torch.Generator().manual_seed(0)
+    new = lambda *s: torch.randn(s, generator=gen).bfloat16()
+    rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
+    given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
+             None if rates is None else -new(*rates).exp(), new(1, D, N).float()]
+    if form == "s6_given": # step sizes
+        given[3], given[4] = given[3].abs(), given[4].abs()
+    dout, dfinal = new(1, T, D), new(1, D, N).float()
+    q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
+    plan, forward, backward = _path_kernels(form, form)
+    extra = {} if A is None else dict(A=A)
+    out, final, ckpt = forward(plan(1, T, D, N, None, "forward"), q, k, x, b, bias, skip, z, state, None, **extra)
+    grads = backward(plan(1, T, D, N, None, "backward"), dout.to(device), dfinal.to(device), ckpt, q, k, x, b, bias,
+                     skip, z, None, **extra)
+    found = [t.cpu() for t in (out, final, *grads) if t is not None]
+    leaves = [None if t is None else t.double().requires_grad_() for t in given]
+    q, k, x, b, bias, skip, z, A, state = leaves
+    if A is None:
+        right = reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state)
+    else:
+        right = reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state,
+                                         dt_softplus=form != "s6_given")
+    leaves = [t for t in leaves if t is not None]
+    return found, [*right, *torch.autograd.grad(right, leaves, (dout.double(), dfinal.double()))]
 
 
-def _disagreement(device):
-    # Why fast and portable kernels disagree on small cases; None if they agree.
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(0)
-        for form, case in product(OWN_SPACING, TRIAL):
-            try:
-                fast, right = _trial(form, *case, f"cuda:{device}")
-            except Exception as error: # a compiler may fail in any way
-                return f"triton {triton.__version__} does not build them ({type(error).__name__})"
-            if not all((f.float() - r.float()).norm() <= 0.02 * r.float().norm() for f, r in zip(fast, right)):
-                return f"with triton {triton.__version__} they disagree"
-    return None
+def _disagreement(device, form, wide):
+    # Why the fast kernels of a form are wrong on a small case; None if they are right.
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            found, right = pool.submit(_trial, form, *TRIAL, 64 if wide else 16, f"cuda:{device}").result()
+    except Exception as error: # a compiler may fail in any way
+        return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
+    agree = all((f.double() - r).norm() <= 0.02 * r.norm() for f, r in zip(found, right))
+    return None if agree else f"with triton {triton.__version__} those of form {form!r} are wrong"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
-# The forms that have fast kernels, and the steps between their checkpoints.
-OWN_SPACING = {"diagonal": 8, "exact": 16, "decoupled": 8, "s6": 8, "s6_time_varying": 8}
+FAST_FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying") # that have fast kernels
 
-def _not_taken(form, q, k, checkpoint_every):
+def _not_taken(form, q, k):
     # Why the fast kernels of a form do not take these, or None.
-    N, own = k.shape[2], OWN_SPACING[form]
-    if checkpoint_every % own:
-        return f"the {form} ones keep states every {own} steps or a multiple, not every {checkpoint_every}"
+    N = k.shape[2]
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
         return (f"the exact ones take keys and queries in bfloat16; got k {k.dtype}, q {q.dtype}; convert both, "
                 "or call under torch.autocast to bfloat16")
@@ -107,11 +126,19 @@ def _not_taken(form, q, k, checkpoint_every):
         return f"the {form} ones take N up to 64; got N = {N}"
 
 
-def scan_path(form, q, k, x, checkpoint_every=0):
+def _no_room(form, q, k, x):
+    # Why shared memory of 99 KiB, as in GPUs that are not for servers, is too small; or None.
+    if (form == "diagonal" and k.shape[2] > 64 and torch.float32 in (q.dtype, k.dtype, x.dtype)
+            and torch.cuda.get_device_capability(x.device) in ((8, 6), (8, 9), (12, 0), (12, 1))):
+        return "the diagonal ones need more shared memory than this GPU has for more than 64 states in float32"
+
+
+def scan_path(form, q, k, x):
     "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
-    if not (FAST and form in OWN_SPACING and x.is_cuda and x.numel() > 0 and fast_kernels_work(x.device.index or 0)):
+    if not (FAST and form in FAST_FORMS and x.is_cuda and x.numel() > 0
+            and fast_kernels_work(x.device.index or 0, form, k.shape[2] > 16)):
         return "portable"
-    why = _not_taken(form, q, k, checkpoint_every)
+    why = _not_taken(form, q, k) or _no_room(form, q, k, x)
     if why:
         _portable_instead(why)
     return "portable" if why else form
@@ -149,17 +176,17 @@ def _spacing(checkpoint, N):
     return 0 if checkpoint == "fast" else checkpoint
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-020
-def _stretch(path, k, x, cu_seqlens, checkpoint_every):
+def _stretch(path, plan, x, cu_seqlens, checkpoint_every):
     # How a fast path saves memory: None, not; 0, by a second forward; L, by one from every L-th step.
-    if path == "portable" or checkpoint_every <= OWN_SPACING[path]:
+    if path == "portable" or checkpoint_every <= max(plan.C, plan.kept):
         return None
     L, (B, T, D) = max(checkpoint_every, 64), x.shape
     return L if path != "exact" and cu_seqlens is None and B * D <= 8192 and T % L == 0 else 0
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021
-def _thin(path, L, ckpt, B):
+def _thin(plan, L, ckpt, B):
     # One state every L steps, of those that a forward wrote.
-    return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // OWN_SPACING[path]].flatten(0, 1).clone()
+    return ckpt.view(B, -1, *ckpt.shape[1:])[:, :: L // plan.kept].flatten(0, 1).clone()
 
 
 def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
@@ -179,14 +206,14 @@ def _run(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_sk
          form: str, checkpoint_every: int, save: bool, kernels: str,
          checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "forward"))
-    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     out, final, ckpt = _path_kernels(path, form, checkpoint_every)[1](
         plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra)
     if not checked:
         clear_outside(cu_seqlens, out)
-    return out, final, _thin(path, L, ckpt, x.shape[0]) if save and L else ckpt
+    return out, final, _thin(plan, L, ckpt, x.shape[0]) if save and L else ckpt
 
 
 _scan = custom_op("longhorn_kit::scan", mutates_args=())(_run)
@@ -197,13 +224,13 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     new = _empty(x)
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     results = new(*x.shape, dtype=x.dtype), new(n, x.shape[2], k.shape[2])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
     if not save: # no plan: it would look at sizes that an exporter leaves open
         return *results, new(0, *state)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
-    L = _stretch(path, k, x, cu_seqlens, checkpoint_every)
+    L = _stretch(path, plan, x, cu_seqlens, checkpoint_every)
     chunks = plan.chunks if L is None else L and plan.rows // L
     return *results, new(chunks, *state)
 
@@ -211,9 +238,9 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
 def _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
                   checkpoint_every, checked=True):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
-    path = scan_path(form, q, k, x, checkpoint_every)
+    path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "backward"))
-    L, extra = _stretch(path, k, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     if L is not None:
         ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = _path_kernels(path, form, checkpoint_every)[2](
@@ -269,6 +296,31 @@ _differentiable = differentiable(_run, _setup, _gradients)
 once_only(_scan_backward,
           "longhorn_scan has no second derivative with backend='triton'; backend='reference' has one")
 
+# %% ../../nbs/machine/triton_op.ipynb #18_triton_op-build
+_BUILT = set() # kinds of calls whose backward was built beside the first forward
+
+def _build_backward(path, form, every, device, tensors):
+    # The launches of a backward, on the meta device: kernels are built and loaded, and nothing runs.
+    q, k, x, b, b_bias, D_skip, z, A, _ = tensors
+    plan, extra = _plan(path, form, every, *_sizes(k, x, None, "backward")), {} if A is None else dict(A=A)
+    with torch.cuda.device(device), torch.no_grad(), suppress(Exception): # the backward itself will say what fails
+        _path_kernels(path, form, every)[2](plan, x, None, _empty(x)(1), q, k, x, b, b_bias, D_skip, z, None, **extra)
+
+def _backward_builder(form, every, tensors):
+    # A thread that does this for tensors like these, or None.
+    q, k, x, *_ = tensors
+    path = scan_path(form, q, k, x)
+    kind = (path, form, every, x.device, k.shape[2], *(t is None or t.dtype for t in tensors))
+    if kind in _BUILT or not x.is_cuda or traced():
+        return None
+    _BUILT.add(kind)
+    triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
+    getattr(triton.runtime.cache, "triton_key", bool)()
+    like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
+    thread.start()
+    return thread
+
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-030
 def _operands(form, q, k):
     # Queries and keys as autocast gives them to products: only the exact form multiplies matrices.
@@ -278,17 +330,21 @@ def _operands(form, q, k):
     return q, k
 
 def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
-                cu_seqlens=None, checkpoint="fast"):
+                cu_seqlens=None, checkpoint="fast", dt_softplus=True, first=False):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
-    form = form if A is None else "s6" if A.dim() == 2 else "s6_time_varying"
+    form = form if A is None else s6_form(A, dt_softplus)
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     every, checked = _spacing(checkpoint, k.shape[-1]), cu_seqlens is None or not traced()
+    builder = None
     if in_eager(*tensors, cu_seqlens):
         scan, save, kernels = _differentiable if learns else _run, learns, ""
+        builder = _backward_builder(form, every, tensors) if first and learns else None
     else: # by name: see `triton_conv`
         scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
-        kernels = f"fast: {', '.join(OWN_SPACING) if FAST else 'none'}; {__version__}"
+        kernels = f"fast: {', '.join(FAST_FORMS) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
+    if builder:
+        builder.join()
     return out, final

@@ -18,8 +18,9 @@ from torch import Tensor
 from .launch import launch
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-007
-DIAGONAL, EXACT, DECOUPLED, S6, S6_TIMED = (tl.constexpr(i) for i in range(5))
-RULES = {"diagonal": 0, "exact": 1, "decoupled": 2, "s6": 3, "s6_time_varying": 4}
+# From S6_TIMED on the rules are Mamba's; from S6 on a channel has rates.
+DIAGONAL, EXACT, DECOUPLED, S6_TIMED, S6, S6_GIVEN = (tl.constexpr(i) for i in range(6))
+RULES = {"diagonal": 0, "exact": 1, "decoupled": 2, "s6_time_varying": 3, "s6": 4, "s6_given": 5}
 INTERPRETED = triton.knobs.runtime.interpret # the kernels below run in Python, on the CPU
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-009
@@ -46,7 +47,9 @@ def _exp_minus(v):
 @triton.jit
 def _rate(v, kk, inside, RULE: tl.constexpr):
     # The rate of a channel from its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6; 0 past the end).
-    if RULE >= S6:
+    if RULE == S6_GIVEN:
+        return tl.where(inside, v, 0.0)
+    if RULE >= S6_TIMED:
         return tl.where(inside, _softplus(v), 0.0)
     em = _exp_minus(v)
     if RULE == DECOUPLED:
@@ -176,7 +179,7 @@ def _scan_fwd_kernel(
         S = tl.zeros([NP, BD], tl.float32)
         P = tl.full([NP, BD], 1.0, tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
-        if RULE == S6:
+        if RULE >= S6:
             A = tl.load(A_ptr + nd, mask=mnd, other=0.0).to(tl.float32)
         if MODE >= 2:
             S = tl.load(carry_ptr + slot.to(tl.int64) * N * states + nd, mask=mnd, other=0.0)
@@ -323,11 +326,56 @@ def portable_plan(
         B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
         B * _cdiv(T, kept) if alone else T // kept + packed, segment > 0, kept)
 
-# %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-029
+# %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-029d
+@triton.jit
+def _turn_kernel(
+        x0_ptr, x1_ptr, x2_ptr, x3_ptr, y_ptr, T, D, NT, ND, size, s0_b, s0_d, s1_b, s1_d, s2_b, s2_d, s3_b, s3_d,
+        BT: tl.constexpr, BD: tl.constexpr):
+    # A tile of BD channels and BT steps of up to four tensors: read along time, written along channels.
+    batch = (tl.program_id(0) // (NT * ND)).to(tl.int64)
+    d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
+    t = (tl.program_id(0) // ND % NT) * BT + tl.arange(0, BT)
+    m = (d < D)[:, None] & (t < T)[None, :]
+    wide, size = d.to(tl.int64)[:, None], batch * 0 + size
+    to = y_ptr + batch * T * D + t.to(tl.int64)[None, :] * D + d[:, None]
+    tl.store(to, tl.load(x0_ptr + batch * s0_b + wide * s0_d + t[None, :], mask=m), mask=m)
+    if x1_ptr is not None:
+        tl.store(to + size, tl.load(x1_ptr + batch * s1_b + wide * s1_d + t[None, :], mask=m), mask=m)
+    if x2_ptr is not None:
+        tl.store(to + 2 * size, tl.load(x2_ptr + batch * s2_b + wide * s2_d + t[None, :], mask=m), mask=m)
+    if x3_ptr is not None:
+        tl.store(to + 3 * size, tl.load(x3_ptr + batch * s3_b + wide * s3_d + t[None, :], mask=m), mask=m)
+
+
+@on_its_device
+def _turned(*tensors):
+    # Contiguous copies of up to four tensors (B,T,D) whose steps are adjacent, of one shape and dtype.
+    (B, T, D), n = tensors[0].shape, len(tensors)
+    out = torch.empty((n, B, T, D), device=tensors[0].device, dtype=tensors[0].dtype)
+    BD = min(64, max(16, triton.next_power_of_2(D)))
+    NT, ND, rest = _cdiv(T, 64), _cdiv(D, BD), [None] * (4 - n)
+    strides = [stride for t in (*tensors, *rest) for stride in ((0, 0) if t is None else t.stride()[::2])]
+    if out.numel():
+        launch(_turn_kernel, B * NT * ND, *tensors, *rest, out, T, D, NT, ND, B * T * D, *strides, BT=64, BD=BD,
+               num_warps=4)
+    return out.unbind()
+
+
 def _last_contiguous(t):
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    if t is None or t.stride(-1) == 1 or t.shape[-1] == 1:
+        return t
+    return _turned(t)[0] if t.dim() == 3 and t.stride(1) == 1 else t.contiguous()
 
 
+def _rows_contiguous(tensors):
+    # The tensors (B,T,D) or None, those whose steps are adjacent turned together.
+    late = [t for t in tensors if t is not None and t.stride(1) == 1 and t.stride(2) != 1]
+    if len(late) < 2 or len({(t.shape, t.dtype) for t in late}) > 1:
+        return tensors
+    turned = dict(zip(map(id, late), _turned(*late)))
+    return [turned.get(id(t), t) for t in tensors]
+
+# %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-029
 def _strides(*tensors):
     # 0 as the batch stride of one sequence: Triton would compile another kernel where 16 divides it.
     each = lambda t: (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))

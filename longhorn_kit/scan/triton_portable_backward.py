@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import launch
 from .triton_portable import (
-    DECOUPLED, DIAGONAL, EXACT, PortablePlan, RULES, S6, S6_TIMED, on_its_device, portable_tokens, _across,
+    DECOUPLED, DIAGONAL, EXACT, PortablePlan, RULES, S6, S6_GIVEN, S6_TIMED, on_its_device, portable_tokens, _across,
     _advance, _carry, _cdiv, _contiguous, _empty, _exp_minus, _gate, _has, _last_contiguous, _load_group,
     _load_rows, _locate, _rate, _scan_fwd_kernel, _segment_owner, _sigmoid, _stored, _strides)
 
@@ -47,7 +47,7 @@ def _adjoint_kernel(
         G = tl.zeros([NP, BD], tl.float32)
         P = tl.full([NP, BD], 1.0, tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
-        if RULE == S6:
+        if RULE >= S6:
             A = tl.load(A_ptr + d[None, :].to(tl.int64) * N + n[:, None], mask=mnd, other=0.0).to(tl.float32)
         groups = (hi - lo + U - 1) // U
         for j in range(0, groups):
@@ -138,8 +138,10 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
         dk = tl.sum(G * (w * x)[None, :], 1)
         G = G * tl.exp(w[None, :] * A)
         GS = G * S0
-        dv = (tl.sum(GS * A, 0) + x * Gk) * _sigmoid(v)
-        if RULE == S6:
+        dv = tl.sum(GS * A, 0) + x * Gk
+        if RULE != S6_GIVEN:
+            dv *= _sigmoid(v)
+        if RULE >= S6:
             dA += GS * w[None, :]
         else:
             tl.store(dtok_ptr + t64 * (WIDTH * NP) + 2 * NP, tl.sum(GS * w[None, :], 1), mask=inside)
@@ -194,7 +196,7 @@ def _scan_bwd_kernel(
         dA = tl.zeros([NP, BD], tl.float32)
         dbias = tl.zeros([BD], tl.float32)
         dskip = tl.zeros([BD], tl.float32)
-        if RULE == S6:
+        if RULE >= S6:
             A = tl.load(A_ptr + dn, mask=mnd, other=0.0).to(tl.float32)
         if MODE == 2:
             G = tl.load(carry_ptr + slot.to(tl.int64) * N * D + nd, mask=mnd, other=0.0)
@@ -282,7 +284,7 @@ def _scan_bwd_kernel(
                 tl.debug_barrier()
         tl.store(dbias_ptr + slot.to(tl.int64) * D + d, dbias, mask=md)
         tl.store(dskip_ptr + slot.to(tl.int64) * D + d, dskip, mask=md)
-        if RULE == S6:
+        if RULE >= S6:
             tl.store(dA_ptr + slot.to(tl.int64) * N * D + dn, dA, mask=mnd)
         if lo == 0:
             tl.store(dh0_ptr + seq * N * D + dn, G, mask=mnd)
@@ -341,12 +343,12 @@ def _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS: tl.constexpr, COLU
 @triton.jit(do_not_specialize=["rows", "W", "D", "blocks"])
 def _rows_kernel(parts_ptr, out_ptr, more_ptr, more_out_ptr, rows, W, D, blocks,
                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums of one or two tensors of parts.
+    # Sums of one or two tensors of parts, (rows,W,D) and (rows,D).
     block = tl.program_id(0)
     if block < blocks:
         _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS, COLUMNS)
     elif more_ptr is not None:
-        _sum_columns(more_ptr, more_out_ptr, block - blocks, rows, W, D, ROWS, COLUMNS)
+        _sum_columns(more_ptr, more_out_ptr, block - blocks, rows, 1, D, ROWS, COLUMNS)
 
 
 def _sum_of_rows(parts, dtype, turned=False):
@@ -361,17 +363,17 @@ def _sum_of_rows(parts, dtype, turned=False):
 def _start_sums(parts, out, more, more_out, W, D):
     blocks = _cdiv(W * D, 32)
     if blocks:
-        launch(_rows_kernel, blocks if more is None else 2 * blocks, parts, out, more, more_out, parts.shape[0], W, D,
-               blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+        launch(_rows_kernel, blocks + (0 if more is None else _cdiv(D, 32)), parts, out, more, more_out,
+               parts.shape[0], W, D, blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
 
 
 def _sums_of_rows(dbias, bias, dskip, skip):
-    # The gradients of bias and skip (D,), each None if its input is; both in one launch.
+    # The gradients of bias, or filters (D,W), and skip (D,), each None if its input is; both in one launch.
     if bias is None or skip is None:
-        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype)
+        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
         return each(dbias, bias), each(dskip, skip)
     one, two = (torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype)) for t in (bias, skip))
-    _start_sums(dbias, one, dskip, two, 1, dbias.shape[1])
+    _start_sums(dbias, one, dskip, two, dbias.shape[1] if dbias.dim() == 3 else 1, dskip.shape[1])
     return _as(one, bias), _as(two, skip)
 
 
@@ -432,13 +434,13 @@ def portable_backward(
     p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
-    A = A.contiguous() if p.rule == RULES["s6"] else A # its rows may be one row or parts of wider ones
+    A = A.contiguous() if p.rule >= RULES["s6"] else A # its rows may be one row or parts of wider ones
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok = new(p.blocks, p.rows, p.width * p.NP)
     sums = torch.zeros if packed else torch.empty # a packed batch can have slots that nothing writes
     dbias, dskip = (sums(p.slots, p.D, device=x.device, dtype=torch.float32) for _ in range(2))
-    dA = sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32) if p.rule == RULES["s6"] else None
+    dA = sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32) if p.rule >= RULES["s6"] else None
     dinitial = new(p.n_seq, p.D, p.N)
     if p.n_seq * p.D:
         tok, kk, owner = *portable_tokens(p, q, k, A), _segment_owner(p, cu_seqlens)

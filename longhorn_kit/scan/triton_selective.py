@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from .triton_diagonal import diagonal_plan
 from .triton_diagonal_backward import _over_channels, _over_d, _over_n, _over_states, _slope
 from .triton_diagonal_forward import Rule, _itself, _rates_of, _weighed
-from .triton_gluon import LOG2E, _exp2, _fnma, _reciprocal
+from .triton_gluon import LOG2E, _exp2, _float, _fnma, _reciprocal
 from .triton_portable import PortablePlan
 
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-011
@@ -48,7 +48,13 @@ def _delta(v, inside, RAGGED_T: gl.constexpr):
 
 @gluon.jit
 def _s6_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
-    return _delta(b.to(gl.float32) + bias, inside, RAGGED_T)
+    return _delta(_float(b) + bias, inside, RAGGED_T)
+
+
+@gluon.jit
+def _given_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
+    w = b.to(gl.float32) + bias
+    return gl.where(inside, w, 0.0) if RAGGED_T else w
 
 
 @gluon.jit
@@ -93,7 +99,7 @@ def _s6_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.co
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-017
 @gluon.jit
 def _own_rate(b, bias, kk, inside, RAGGED_T: gl.constexpr):
-    return 1.0 + _exp2(-LOG2E * (b.to(gl.float32) + bias))
+    return 1.0 + _exp2(_fnma(LOG2E, _float(b), bias))
 
 
 @gluon.jit
@@ -117,7 +123,7 @@ def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.c
 
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-021
 @gluon.jit
-def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
+def _four_selective(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
                     VEC: gl.constexpr, RULE: gl.constexpr):
     # Four steps forward, the states before kept in registers, then back. A lane sums what it holds, then lanes meet.
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
@@ -130,7 +136,10 @@ def _four_selective(S, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: 
         w = sw.index(t0 + u).load(OVER_D)[None, :]
         x = sx.index(t0 + u).load(OVER_D)[None, :]
         states = states + (S,)
-        S = RULE.step(S, kn, w, x, _rates_of(A, sa, t0 + u, OVER_N, RULE))
+        if u < 3:
+            S = RULE.step(S, kn, w, x, _rates_of(A, sa, t0 + u, OVER_N, RULE))
+        else:
+            S = after
         if HAS_Z:
             ys = ys + (_over_states(sq.index(t0 + u).load(OVER_N)[:, None], S),)
         vqs = vqs + (_over_channels(S, sd.index(t0 + u).load(OVER_D)[None, :]),)
@@ -189,6 +198,16 @@ def _s6_rate_again(v, slope, kk, inside, RAGGED_T: gl.constexpr):
 
 
 @gluon.jit
+def _given_slope(v):
+    return v * 0.0 + 1.0
+
+
+@gluon.jit
+def _given_rate_again(v, slope, kk, inside, RAGGED_T: gl.constexpr):
+    return gl.where(inside, v, 0.0) if RAGGED_T else v
+
+
+@gluon.jit
 def _s6_fall(fall, kG, x):
     return gl.fma(x, kG, LN2 * fall)
 
@@ -214,13 +233,16 @@ _S6 = Rule(
 
 SELECTIVE_RULES = {
     "s6": _S6._replace(fixed=True),
+    "s6_given": _S6._replace(
+        fixed=True, rate=_given_rate, slope=_given_slope, rate_again=_given_rate_again),
     "s6_time_varying": _S6._replace(timed=True),
     "decoupled": Rule(
         rate=_own_rate, enters=_itself, step=_own_next, drives=_itself, alone=_own_alone, slope=_slope,
-        rate_again=_own_rate_again, step_at=_loaded_next, four_steps=_four_selective, fall=_own_fall)}
+        rate_again=_own_rate_again, step_at=_loaded_next, four_steps=_four_selective, fall=_own_fall,
+        bias_by=-LOG2E.value)}
 
 
 def selective_plan(rule: str, *sizes, **options) -> PortablePlan:
-    "Return `diagonal_plan` for \"s6\", \"s6_time_varying\" or \"decoupled\"."
+    "Return `diagonal_plan` for a key of `SELECTIVE_RULES`."
     plan = diagonal_plan(*sizes, wide=False, **options)
     return replace(plan, rule=SELECTIVE_RULES[rule], width=3 if rule == "s6_time_varying" else 2)

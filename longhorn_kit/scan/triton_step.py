@@ -6,87 +6,106 @@
 __all__ = []
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-004
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from .triton_conv import changed, unwatched
+from .launch import changed, in_eager, launch
+from .triton_conv import overlapped, updated
 from longhorn_kit.scan.triton_portable import (
-    INTERPRETED, RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
+    RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
     _stored, on_its_device)
+from .triton_portable_backward import _as
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
 def _step_kernel(
-        q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, out_ptr,
-        D, N, ND, sq, sk, sx, sb, sz, sA,
-        RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, B_SCALAR: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr):
+        q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, slot_ptr, out_ptr,
+        SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
+        RULE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr,
+        B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
     # One step of BD channels of one sequence; `after` may be `state`: no other program reads these channels.
-    batch = (tl.program_id(0) // ND).to(tl.int64)
+    if PDL: # see `overlapped`
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ND: tl.constexpr = (D + BD - 1) // BD
+    row = (tl.program_id(0) // ND).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
     md, mn = d < D, n < N
+    if D % BD == 0:
+        md = d >= 0
     m = mn[:, None] & md[None, :]
     dn = d[None, :].to(tl.int64) * N + n[:, None]
-    S = tl.load(state_ptr + batch * D * N + dn, mask=m, other=0.0).to(tl.float32) # (N,D), as in the scans
-    k = tl.load(k_ptr + batch * sk + n, mask=mn, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + batch * sq + n, mask=mn, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + batch * sx + d, mask=md, other=0.0).to(tl.float32)
-    if B_SCALAR:
-        v = tl.load(b_ptr + batch * sb + d * 0, mask=md, other=0.0).to(tl.float32)
-    else:
-        v = tl.load(b_ptr + batch * sb + d, mask=md, other=0.0).to(tl.float32)
+    slot, real = row, row >= 0
+    if slot_ptr is not None:
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        real = (slot >= 0) & (slot < SLOTS)
+    S = tl.load(state_ptr + slot * s_state + dn, mask=m & real, other=0.0).to(tl.float32) # (N,D), as in the scans
+    k = tl.load(k_ptr + row * sk + n, mask=mn, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + row * sq + n, mask=mn, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * sx + d, mask=md, other=0.0).to(tl.float32)
+    v = tl.load(b_ptr + row * sb + d * (0 if B_SCALAR else 1), mask=md, other=0.0).to(tl.float32)
+    z = tl.zeros([BD], tl.float32)
+    skip = tl.zeros([BD], tl.float32)
+    A = tl.zeros([NP, 1], tl.float32)
+    if HAS_Z: # before the state is stored: the compiler moves no load ahead of a store
+        z = tl.load(z_ptr + row * sz + d, mask=md, other=0.0).to(tl.float32)
+    if HAS_SKIP:
+        skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
     if HAS_BIAS:
         v += tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-    A = tl.zeros([NP, BD], tl.float32)
-    if RULE == S6:
+    if RULE >= S6:
         A = tl.load(A_ptr + dn, mask=m, other=0.0).to(tl.float32)
     if RULE == S6_TIMED:
-        A += tl.load(A_ptr + batch * sA + n, mask=mn, other=0.0).to(tl.float32)[:, None]
+        A = tl.load(A_ptr + row * sA + n, mask=mn, other=0.0).to(tl.float32)[:, None]
     S = _advance(S, k[:, None], _rate(v, tl.sum(k * k, 0), md, RULE)[None, :], x[None, :], A, RULE)
-    tl.store(after_ptr + batch * D * N + dn, S.to(after_ptr.dtype.element_ty), mask=m)
-    y = tl.sum(q[:, None] * S, 0)
-    if HAS_SKIP:
-        y += tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32) * x
+    tl.store(after_ptr + slot * s_after + dn, S.to(after_ptr.dtype.element_ty), mask=m & real)
+    y = tl.sum(q[:, None] * S, 0) + skip * x
     if HAS_Z:
-        z = tl.load(z_ptr + batch * sz + d, mask=md, other=0.0).to(tl.float32)
         y = y * z * _sigmoid(z)
-    tl.store(out_ptr + batch * D + d, y.to(out_ptr.dtype.element_ty), mask=md)
+    tl.store(out_ptr + row * D + d, tl.where(real, y, 0.0).to(out_ptr.dtype.element_ty), mask=md)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
-def step_block(B: int, D: int, N: int) -> int: # sequences, channels, state coordinates
-    "Return the channels per program: 1024 numbers of the state, fewer if the GPU would be idle."
+@lru_cache(4096)
+def step_plan(B: int, D: int, N: int, wide: bool = True) -> tuple: # sequences, channels, state coordinates
+    "Return the channels per program and its warps: 16 numbers of the state per lane, or as many as suit the GPU."
     NP = triton.next_power_of_2(N)
-    block = max(1, 1024 // NP)
-    while block > 8 and (B * _cdiv(D, block) < 1024 or block >= 2 * D):
-        block //= 2
-    return block
+    block, warps = (2048 // NP, 4) if NP < 128 else (32, 8)
+    if wide and 768 <= B * _cdiv(D, 2 * block) <= 1056 and NP < 128:
+        block *= 2 # all programs run at once: 8 on each of 132 multiprocessors
+    while block > 8 and (B * _cdiv(D, block) < 128 or block >= 2 * D):
+        block, warps = block // 2, max(1, warps // 2)
+    return block, warps
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-012
 @on_its_device
-def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z):
-    "Run one step from `state` to `after` (B,D,N), contiguous, maybe the same tensor; return out (B,D)."
+def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, plan=None):
+    "Run one step from `state` to `after`, (B,D,N) or a pool, maybe the same tensor, rows contiguous: out (B,D)."
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
-    bias, skip, A = _contiguous(bias, skip, A)
-    B, D, N = state.shape
-    out, block = _empty(x)(B, D, dtype=_stored(x.dtype)), step_block(B, D, N)
+    bias, skip, A, slots = _contiguous(bias, skip, A, slots)
+    (B, D), N = x.shape, state.shape[2]
+    block, warps = plan or step_plan(B, D, N, slots is None and A is None)
+    out = _empty(x)(B, D, dtype=_stored(x.dtype))
     if B * D:
-        _step_kernel[(B * _cdiv(D, block),)](
-            q, k, x, b, z, A, bias, skip, state, after, out, D, N, _cdiv(D, block),
-            q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
-            RULE=RULES[rule], NP=triton.next_power_of_2(N), BD=block, B_SCALAR=b.shape[-1] == 1 and D > 1,
-            **_has(bias=bias, skip=skip, z=z), num_warps=1)
-    return out.to(x.dtype)
+        launch(_step_kernel, B * _cdiv(D, block),
+            q, k, x, b, z, A, bias, skip, state, after, slots, out,
+            len(state), q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
+            state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block,
+            B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
+            **overlapped(x.device), num_warps=warps)
+    return _as(out, x)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
 def _fresh_step(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
                 bias: Tensor | None, skip: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
-    after = _empty(x)(*state.shape)
-    return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after
+    after = _empty(x)(*state.shape, dtype=_stored(state.dtype))
+    return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after.to(state.dtype)
 
 
 _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
@@ -94,33 +113,34 @@ _step = custom_op("longhorn_kit::step", mutates_args=())(_fresh_step)
 
 @_step.register_fake
 def _(rule, q, k, x, b, A, state, bias, skip, z):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), state.new_empty(state.shape, dtype=torch.float32)
-
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, state)]
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-n20
-@custom_op("longhorn_kit::step_", mutates_args=("state",))
-def _step_(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor, bias: Tensor | None,
-           skip: Tensor | None, z: Tensor | None) -> Tensor:
-    return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z)
+def _step_in_place(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
+                   bias: Tensor | None, skip: Tensor | None, z: Tensor | None, slots: Tensor | None = None) -> Tensor:
+    return updated(state, lambda S: launch_step(rule, q, k, x, b, A, S, S, bias, skip, z, slots))
+
+
+_step_ = custom_op("longhorn_kit::step_", mutates_args=("state",))(_step_in_place)
 
 
 @_step_.register_fake
-def _(rule, q, k, x, b, A, state, bias, skip, z):
+def _(rule, q, k, x, b, A, state, bias, skip, z, slots=None):
     return torch.empty(x.shape, device=x.device, dtype=x.dtype)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-016
 def triton_step(
     rule: str, # a key of `RULES`
     q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
-    A: Tensor | None, state: Tensor, # (D,N) for "s6", (B,1,N) for "s6_time_varying"; (B,D,N)
+    A: Tensor | None, state: Tensor, # (D,N), or (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
     bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
     inplace: bool = False, # write the next state into `state`
+    slots: Tensor | None = None, # (B,) rows of a pool, in place only
 ):
-    "Run one step without gradients: return out (B,D) in x.dtype and the next state (B,D,N), fp32 unless in place."
-    args = (rule, q, k, x, b, A, state, bias, skip, z)
-    if inplace and state.is_contiguous() and not (INTERPRETED and state.dtype == torch.bfloat16):
-        if unwatched():
-            return launch_step(rule, q, k, x, b, A, state, state, bias, skip, z), changed(state)
-        return torch.ops.longhorn_kit.step_.default(*args), state # by name: see `triton_conv`
-    out, after = (_fresh_step if unwatched() else torch.ops.longhorn_kit.step.default)(*args)
-    return out, state.copy_(after) if inplace else after
+    "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
+    args = rule, q, k, x, b, A, state, bias, skip, z
+    direct, ops = in_eager(*args[1:], slots), torch.ops.longhorn_kit # by name: see `triton_conv`
+    if not inplace:
+        return (_fresh_step if direct else ops.step.default)(*args)
+    out = (_step_in_place if direct else ops.step_.default)(*args, slots)
+    return out, changed(state) if direct else state

@@ -1,0 +1,338 @@
+"""Mamba's functions against its published definitions in float64, over sizes, options, layouts and dtypes."""
+import importlib, itertools, math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longhorn_kit import causal_conv1d_fn, causal_conv1d_update, mamba_inner_fn, selective_scan_fn, selective_state_update
+from longhorn_kit.compat import mend_torchvision
+from longhorn_kit.scan import mamba
+from longhorn_kit.scan.mamba import patch_mamba
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+FULL = torch.float64
+
+
+def drawer(seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return lambda *s, dtype=torch.float32: torch.randn(*s, generator=gen).to(DEVICE, dtype)
+
+
+def error(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-20)).item() if a.isfinite().all() else math.inf
+
+
+def softplus(v):
+    return torch.logaddexp(v, torch.zeros((), dtype=v.dtype, device=v.device))
+
+
+def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
+    "h' = exp(Delta A) h + Delta B u, y = C h + D u, gated by z: every tensor widened to (B,D,N,L)."
+    (batch, width, L), N = u.shape, A.shape[1]
+    step = delta if bias is None else delta + bias[:, None]
+    step = softplus(step) if use_softplus else step
+    def wide(M):
+        if M.dim() == 2:
+            return M[None, :, :, None].expand(batch, width, N, L)
+        M = M if M.dim() == 4 else M[:, None]
+        return M[:, :, None].expand(-1, -1, width // M.shape[1], -1, -1).reshape(batch, width, N, L)
+    h, ys, B, C = torch.zeros(batch, width, N, dtype=u.dtype, device=u.device), [], wide(B), wide(C)
+    for t in range(L):
+        h = torch.exp(step[:, :, t, None] * A) * h + step[:, :, t, None] * B[..., t] * u[:, :, t, None]
+        ys.append((C[..., t] * h).sum(-1))
+    y = torch.stack(ys, -1)
+    y = y if D is None else y + D[:, None] * u
+    return (y if z is None else y * z / (1 + torch.exp(-z))), h
+
+
+def conv_by_definition(x, weight, bias, seq_idx, past, activation):
+    "y_t = sum of w_j x_(t-W+1+j), over inputs of the same sequence."
+    W, L = weight.shape[1], x.shape[2]
+    whole = torch.cat([torch.zeros(*x.shape[:2], W - 1, dtype=x.dtype, device=x.device) if past is None else past, x], -1)
+    y = torch.zeros_like(x) if bias is None else bias[:, None].expand_as(x)
+    for j in range(W):
+        tap = weight[:, j, None] * whole[..., j : j + L]
+        if seq_idx is not None:
+            source = F.pad(seq_idx, (W - 1, 0), value=-1)[:, j : j + L]
+            tap = tap * (source == seq_idx)[:, None]
+        y = y + tap
+    y = y / (1 + torch.exp(-y)) if activation else y
+    y = y if seq_idx is None else y * (seq_idx >= 0)[:, None]
+    return y, whole[..., L:]
+
+
+def compare(ours, definition, tensors, tolerance, layout="rows"):
+    "All outputs and all gradients of `ours` against the definition in float64."
+    def leaf(t, dtype):
+        t = t.detach().to(dtype)
+        return (t.mT.contiguous().mT if layout == "rows" and t.dim() == 3 else t.clone()).requires_grad_()
+    got, want = [], []
+    for run, dtype, into in ((ours, None, got), (definition, FULL, want)):
+        leaves = [None if t is None else leaf(t, dtype or t.dtype) for t in tensors]
+        outputs = run(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weights = drawer(9)
+        loss = sum((o.double() * weights(*o.shape).double()).sum() for o in outputs)
+        into += [*outputs, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
+    found = [error(g, w) for g, w in zip(got, want)]
+    assert max(found) < tolerance, found
+
+
+def scan_case(batch=2, width=6, N=8, L=19, kinds=("shared", "shared"), dtype=torch.float32, D=True, z=True, bias=True):
+    new = drawer(L * 10 + N)
+    shape = lambda kind: dict(shared=(batch, N, L), constant=(width, N)).get(kind) or (batch, int(kind), N, L)
+    like = lambda kind: dtype if kind != "constant" else max(dtype, torch.float32, key=lambda d: d.itemsize)
+    wide = max(dtype, torch.float32, key=lambda d: d.itemsize)
+    u, delta = new(batch, width, L, dtype=dtype), new(batch, width, L, dtype=dtype) / 2
+    A = (-0.5 * torch.rand(width, N, generator=torch.Generator().manual_seed(1))).to(DEVICE, wide)
+    B, C = (new(*shape(kind), dtype=like(kind)) for kind in kinds)
+    return [u, delta, A, B, C, new(width, dtype=wide) if D else None, new(batch, width, L, dtype=dtype) if z else None,
+            new(width, dtype=wide) / 2 if bias else None]
+
+
+def check_scan(case, layout="rows", given=False):
+    if given: # most step sizes positive
+        case[1], case[7] = case[1].abs(), None if case[7] is None else case[7] / 4
+    compare(lambda *t: selective_scan_fn(*t, delta_softplus=not given, return_last_state=True),
+            lambda *t: scan_by_definition(*t, not given), case, TOLERANCE[case[0].dtype], layout)
+
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096) if DEVICE == "cuda" else (1, 2, 8, 33, 130)
+
+
+@pytest.mark.parametrize("layout", ("rows", "time"))
+@pytest.mark.parametrize("groups", ("shared", "1", "2"))
+@pytest.mark.parametrize("L", LENGTHS)
+def test_scan_over_lengths_and_groups(L, groups, layout):
+    check_scan(scan_case(width=4, L=L, kinds=(groups, groups)), layout)
+
+
+@pytest.mark.parametrize("D, z, bias, given", [*itertools.product((True, False), repeat=4)])
+def test_scan_with_every_option(D, z, bias, given):
+    check_scan(scan_case(D=D, z=z, bias=bias), given=given)
+
+
+@pytest.mark.parametrize("given", (False, True))
+@pytest.mark.parametrize("kinds", [*itertools.product(("constant", "shared", "3"), repeat=2)])
+def test_scan_with_constant_and_grouped_keys(kinds, given):
+    check_scan(scan_case(kinds=kinds, L=11), given=given)
+
+
+@pytest.mark.parametrize("given", (False, True))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width, N", ((72, 16), (33, 5)))
+def test_scan_in_every_dtype(width, N, dtype, given):
+    for layout in ("rows", "time"):
+        check_scan(scan_case(width=width, N=N, L=21, dtype=dtype), layout, given)
+
+
+def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs():
+    new = drawer()
+    for order in ("rows", "time"):
+        both = (new(2, 11, 16).mT if order == "rows" else new(2, 16, 11)).requires_grad_()
+        x, z = both.chunk(2, 1)
+        out, last = selective_scan_fn(x, x, -torch.ones(8, 4, device=DEVICE), new(2, 4, 11), new(2, 4, 11), z=z, return_last_state=True)
+        y = causal_conv1d_fn(x, new(8, 4))
+        assert out.shape == y.shape == (2, 8, 11) and last.shape == (2, 8, 4) and out.mT.is_contiguous() and y.mT.is_contiguous()
+        for grad in torch.autograd.grad(out.sum() + y.sum(), (x, z)):
+            assert DEVICE == "cpu" or grad.is_contiguous() == (order == "time")
+
+
+@pytest.mark.parametrize("layout", ("rows", "time"))
+@pytest.mark.parametrize("bias, states, activation", [*itertools.product((True, False), (True, False), (None, "silu", "swish"))])
+@pytest.mark.parametrize("width", (2, 3, 4))
+@pytest.mark.parametrize("L", (1, 2, 8, 33, 151) if DEVICE == "cpu" else (1, 8, 130, 1134, 4096))
+def test_convolution(L, width, bias, states, activation, layout):
+    new = drawer(L)
+    case = [new(2, 24, L), new(24, width), new(24) if bias else None, new(2, 24, width - 1) if states else None]
+    compare(lambda x, w, b, s: causal_conv1d_fn(x, w, b, None, s, states, None, activation),
+            lambda x, w, b, s: conv_by_definition(x, w, b, None, s, activation)[: 1 + states], case, 3e-5, layout)
+
+
+@pytest.mark.parametrize("activation", (None, "silu"))
+@pytest.mark.parametrize("width", (2, 3, 4))
+def test_convolution_keeps_sequences_apart(width, activation):
+    "Runs of many lengths, numbers that do not count up, a number at the start of the next row, padding at the end."
+    seq_idx = torch.tensor([[3, 3, 3, 0, 1, 1, 5, 5, 5, 5, -1, -1], [5, 5, 2, 2, 2, 2, 2, 7, 9, 9, 9, 9]], device=DEVICE, dtype=torch.int32)
+    new = drawer()
+    compare(lambda x, w, b: causal_conv1d_fn(x, w, b, seq_idx, activation=activation),
+            lambda x, w, b: conv_by_definition(x, w, b, seq_idx, None, activation)[0], [new(2, 8, 12), new(8, width), new(8)], 3e-5)
+
+
+def test_final_states_are_written():
+    new = drawer()
+    x, place = new(2, 8, 7), torch.zeros(2, 8, 3, device=DEVICE)
+    out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=place)
+    assert final is place and torch.equal(place, x[..., -3:])
+
+
+@pytest.mark.parametrize("indexed", (False, True))
+@pytest.mark.parametrize("S", (None, 1, 4, 5))
+@pytest.mark.parametrize("width, M", ((2, 1), (3, 4), (4, 3), (4, 12)))
+def test_convolution_update(width, M, S, indexed):
+    "Tokens of rows of a pool, more tokens than places, a padded row."
+    new, B, D = drawer(M), 5, 8
+    x, pool, weight, bias = new(B, D, S or 1), new(9, D, M), new(D, width), new(D)
+    rows = [7, 2, -1, 0, 5] if indexed else range(B)
+    want, expected = pool.clone(), torch.zeros(B, D, S or 1, device=DEVICE, dtype=FULL)
+    for i, row in enumerate(rows):
+        if row >= 0:
+            line = torch.cat([pool[row], x[i]], -1)
+            past, full = (t.double()[None] for t in (line[:, M + 1 - width : M], x[i]))
+            expected[i], want[row] = conv_by_definition(full, weight.double(), bias.double(), None, past, "silu")[0][0], line[:, -M:]
+    state = pool if indexed else pool[:B]
+    y = causal_conv1d_update(x[..., 0] if S is None else x, state, weight, bias, "silu", None, torch.tensor(rows, device=DEVICE) if indexed else None)
+    assert y.shape == (x[..., 0] if S is None else x).shape
+    assert error(y.reshape(expected.shape), expected) < 3e-6 and torch.equal(pool, want)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("groups, tied", ((None, False), (1, False), (1, True), (2, False), (4, True)))
+@pytest.mark.parametrize("indexed, z, given", ((False, True, False), (True, False, False), (True, True, True)))
+def test_state_update(groups, tied, indexed, z, given, dtype):
+    new, B, H, P, N = drawer(3), 4, 4, 8, 16
+    lead = (H * P,) if groups is None else (H, P)
+    full = lambda *s: new(*s[:-1], 1).expand(*s) if tied else new(*s)
+    state, x, dt = new(11, *lead, N, dtype=dtype), new(B, *lead, dtype=dtype), full(B, *lead).to(dtype).expand(B, *lead)
+    A = -(new(H, 1, 1).abs() + 0.5).expand(H, P, N) if tied else -new(*lead, N).abs() - 0.5
+    keys, queries = (new(B, N) if groups is None else new(B, groups, N) for _ in "BC")
+    D, bias, gate = new(*lead), full(*lead) - 2, new(B, *lead, dtype=dtype) if z else None
+    if given:
+        dt, bias = dt.abs(), bias.abs() / 4
+    rows = torch.tensor([9, 0, -1, 4], device=DEVICE, dtype=torch.int32) if indexed else None
+    pool, chosen = state.clone(), [9, 0, 3, 4] if indexed else range(B)
+    pool = pool if indexed else pool[:B]
+    wide = lambda M: M.double().reshape(B, groups or 1, 1, N).expand(-1, -1, H * P // (groups or 1), -1).reshape(B, *lead, N)
+    step = dt.double() + bias.double()
+    step = (step if given else softplus(step))[..., None]
+    h = torch.exp(step * A.double()) * state[list(chosen)].double() + step * wide(keys) * x.double()[..., None]
+    y = (h * wide(queries)).sum(-1) + D.double() * x.double()
+    y = y if gate is None else y * gate.double() * torch.sigmoid(gate.double())
+    out = selective_state_update(pool, x, dt, A, keys, queries, D, gate, bias, not given, rows)
+    real = [i for i in range(B) if not indexed or i != 2]
+    assert out.dtype == dtype and error(out[real], y[real]) < TOLERANCE[dtype]
+    assert error(pool[[list(chosen)[i] for i in real]], h[real]) < TOLERANCE[dtype]
+    if indexed:
+        untouched = [i for i in range(11) if i not in (9, 0, 4)]
+        assert not out[2].any() and torch.equal(pool[untouched], state[untouched])
+
+
+def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B=None, C=None):
+    x, z = xz.chunk(2, 1)
+    x, _ = conv_by_definition(x, cw[:, 0], cb, None, None, "silu")
+    normed = lambda t, w: t if w is None else t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    rest, R, N = x.mT @ xp.T, dp.shape[1], A.shape[1]
+    B = normed(rest[..., R : R + N] + (0 if Bb is None else Bb), Bw).mT if B is None else B
+    C = normed(rest[..., -N:] + (0 if Cb is None else Cb), Cw).mT if C is None else C
+    y, _ = scan_by_definition(x, normed(rest[..., :R] @ dp.T, dw).mT, A, B, C, D, z, bias, True)
+    return y.mT @ ow.T + (0 if ob is None else ob)
+
+
+@pytest.mark.parametrize("level", (0, 1))
+@pytest.mark.parametrize("extras", ("none", "biases", "norms", "constant B", "constant C", "constant both"))
+def test_inner_function(extras, level):
+    new, B, D, L, N, R, E = drawer(4), 2, 12, 17, 8, 3, 5
+    own = {"constant B": 1, "constant C": 1, "constant both": 0}.get(extras, 2)
+    biases, norms = extras == "biases", extras == "norms"
+    case = [new(B, 2 * D, L), new(D, 1, 3), new(D) if biases else None, new(R + own * N, D), new(D, R), new(E, D), new(E) if biases else None,
+            -new(D, N).exp(), new(D), new(D), *(new(N) if biases else None for _ in "BC"), *(new(N) if norms else None for _ in "BC"),
+            new(D) if norms else None, new(D, N) if extras in ("constant B", "constant both") else None,
+            new(D, N) if extras in ("constant C", "constant both") else None]
+    ours = lambda xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C: mamba_inner_fn(
+        xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw)
+    compare(ours, inner_by_definition, case, 1e-4)
+
+
+@pytest.mark.parametrize("level", (0, 1))
+def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkeypatch):
+    new, calls = drawer(), []
+    def counted(*args, **options):
+        calls.append(torch.is_grad_enabled())
+        return causal_conv1d_fn(*args, **options)
+    monkeypatch.setattr(mamba, "causal_conv1d_fn", counted)
+    args = [new(2, 128, 40), new(64, 1, 4), None, new(4 + 8, 64), new(64, 4), new(32, 64), None, -torch.ones(64, 4, device=DEVICE)]
+    out = mamba_inner_fn(*[t if t is None else t.requires_grad_() for t in args], checkpoint_lvl=level)
+    assert calls == [True]
+    out.sum().backward()
+    assert calls == [True, False][: 1 + level]
+
+
+def test_compilers_see_one_graph():
+    new = drawer()
+    args = new(2, 12, 9), new(6, 1, 4), None, new(3 + 8, 6), new(6, 3), new(5, 6), None, -torch.ones(6, 4, device=DEVICE)
+    state, x, keys = new(2, 6, 4), new(2, 6), new(2, 4)
+    for run in (lambda: mamba_inner_fn(*args), lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True)):
+        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(), run())
+
+
+def mistakes():
+    new = drawer()
+    u, A, keys, x, w = new(2, 6, 9), -torch.ones(6, 4, device=DEVICE), new(2, 4, 9), new(2, 6, 9), new(6, 4)
+    idx = torch.tensor([[0, 0, 1, 0, 0, 0, 2, 2, 2]] * 2, device=DEVICE)
+    state, now = new(2, 6, 4), new(2, 6)
+    step = lambda state=state, x=now, A=A, keys=keys[..., 0]: selective_state_update(state, x, now, A, keys, keys)
+    return {
+        "A is torch.complex64; only real rates": lambda: selective_scan_fn(u, u, A.to(torch.complex64), keys, keys),
+        "A is torch.complex64; only real rates ": lambda: step(A=A.to(torch.complex64)),
+        "delta has shape (2, 6, 8); expected (2, 6, 9) to match u": lambda: selective_scan_fn(u, u[..., 1:], A, keys, keys),
+        "B has shape (2, 3, 9); expected (6, 4) or (2, 4, 9) or (2, G, 4, 9)": lambda: selective_scan_fn(u, u, A, keys[:, 1:], keys),
+        "C has 4 groups; expected a divisor of the 6 channels": lambda: selective_scan_fn(u, u, A, keys, new(2, 4, 4, 9)),
+        "z has shape (2, 9, 6)": lambda: selective_scan_fn(u, u, A, keys, keys, z=u.mT),
+        "D is list; expected a tensor": lambda: selective_scan_fn(u, u, A, keys, keys, [1.0]),
+        "x has shape (2, 6); expected (B, D, L)": lambda: causal_conv1d_fn(now, w),
+        "activation is 'gelu'; expected one of 'silu', 'swish', None": lambda: causal_conv1d_fn(x, w, activation="gelu"),
+        "seq_idx is given together with states": lambda: causal_conv1d_fn(x, w, seq_idx=idx, return_final_states=True),
+        "seq_idx is torch.int64 (2, 8); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=idx[:, 1:]),
+        "seq_idx returns to a sequence within 2 tokens": lambda: causal_conv1d_fn(x, w, seq_idx=idx),
+        "conv_state keeps 2 inputs; filters of 4 taps need at least 3": lambda: causal_conv1d_update(now, new(2, 6, 2), w),
+        "cache_seqlens is given; a ring of inputs is not supported": lambda: causal_conv1d_update(now, new(2, 6, 3), w, cache_seqlens=idx[:, 0]),
+        "checkpoint_lvl is 2; expected one of 0, 1": lambda: mamba_inner_fn(*[u] * 7, A, checkpoint_lvl=2),
+        "xz has shape (2, 6, 9); expected (B, 12, L) to match A": lambda: mamba_inner_fn(*[u] * 7, A),
+        "x has shape (2, 5); expected (B, 6) to match state": lambda: step(x=now[:, 1:]),
+        "B has shape (2, 3); expected (2, 4) or (2, G, 4) to match state": lambda: step(keys=keys[:, 1:, 0]),
+        "B has shape (2, 5, 4) and C (2, 5, 4); expected equal numbers of groups": lambda: step(keys=new(2, 5, 4)),
+        "its heads must be adjacent in memory": lambda: selective_state_update(
+            new(2, 3, 2, 4).transpose(1, 2), *[new(2, 2, 3)] * 2, A.view(2, 3, 4), new(2, 4), new(2, 4)),
+    }
+
+
+@pytest.mark.parametrize("message", mistakes())
+def test_mistakes_are_named(message):
+    with pytest.raises(ValueError) as found:
+        mistakes()[message]()
+    assert message.strip() in str(found.value) and "\n" not in str(found.value)
+
+
+JAMBA = dict(mamba_d_state=4, mamba_dt_rank=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32, attn_layer_offset=1, num_experts=2)
+
+
+@pytest.mark.parametrize("kind, options", (("mamba", dict(state_size=4)), ("falcon_mamba", dict(state_size=4)), ("jamba", JAMBA)))
+def test_models_of_transformers_run_on_these_functions(kind, options):
+    "Logits, generated tokens and every gradient equal those of transformers' PyTorch path."
+    mend_torchvision()
+    transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
+    name = kind.title().replace("_", "")
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, **options)
+    torch.manual_seed(0)
+    model, tokens = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE), torch.randint(50, (2, 21), device=DEVICE)
+
+    def everything():
+        model.zero_grad()
+        text = model.eval().generate(tokens[:, :7], max_new_tokens=9, do_sample=False)
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits
+        model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
+        return text, logits, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    before, original = everything(), dict(vars(modeling))
+    try:
+        patch_mamba(modeling)
+        assert modeling.causal_conv1d_fn is causal_conv1d_fn
+        after = everything()
+    finally:
+        vars(modeling).update(original)
+    assert torch.equal(before[0], after[0]) and error(after[1], before[1]) < 1e-5
+    assert max(error(after[2][n], g) for n, g in before[2].items()) < 1e-4

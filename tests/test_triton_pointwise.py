@@ -1,0 +1,208 @@
+"""The kernels of norms and losses against float64, and what a training step keeps for its backward."""
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
+from longhorn_kit.models.lm import Block
+from longhorn_kit.models.memory import chunked_cross_entropy
+
+tp = pytest.importorskip("longhorn_kit.scan.triton_pointwise", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = DEVICE == "cuda"
+CLOSE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 3e-3 if GPU else 6e-3}  # the interpreter truncates bfloat16
+
+
+def far(a, b):
+    "The distance from b, relative to its norm; NaN if any number is."
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("M, V, room", [(7, 50257, 50304), (3, 17, 32), (1, 1, 1), (5, 8191, 8191), (2, 9000, 9008)])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_losses_and_gradients_of_logits(M, V, room, dtype):
+    torch.manual_seed(M)
+    rows = (8 * random(M, room)).to(dtype)
+    logits, targets, losses = rows[:, :V], torch.randint(V, (M,), device=DEVICE), torch.empty(M, device=DEVICE)
+    targets[1::3] = -100
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    gradient, = torch.autograd.grad(expected.sum(), exact)
+    before = logits.clone()
+    tp.cross_entropy_(logits, targets, losses, learns=False)
+    assert torch.equal(logits, before) and torch.allclose(losses.double(), expected, rtol=1e-5, atol=2e-6)
+    losses.fill_(float("nan"))
+    tp.cross_entropy_(logits, targets.int(), losses)
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=2e-6)
+    assert far(logits, gradient) < CLOSE[dtype] if V > 1 else not logits.any()
+    assert not rows[:, V:].any()
+
+
+def test_a_wrong_target_and_a_wrong_logit_show():
+    logits, losses = random(4, 20), torch.empty(4, device=DEVICE)
+    logits[2, 5], logits[3] = float("nan"), 3e4 * logits[3]
+    tp.cross_entropy_(logits, torch.tensor([3, 20, 1, 2], device=DEVICE), losses)
+    assert losses.isnan().tolist() == [False, True, True, False] and logits[3].isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 100])
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_features(chunk, dtype, compiled):
+    torch.manual_seed(1)
+    h, weight = random(21, 8, dtype=dtype).requires_grad_(), random(35, 8, dtype=dtype).requires_grad_()
+    targets = torch.randint(35, (21,), device=DEVICE)
+    targets[::4] = -100
+    expected = F.cross_entropy(F.linear(h.double(), weight.double()), targets)
+    torch._dynamo.reset()
+    run = torch.compile(tp.linear_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tp.linear_cross_entropy
+    found = run(h, weight, targets, chunk, dtype)
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), expected, rtol=CLOSE[dtype])
+    pairs = zip(torch.autograd.grad(3 * found, (h, weight)), torch.autograd.grad(3 * expected, (h, weight)))
+    for ours, exact in pairs:
+        assert ours.dtype == dtype and far(ours, exact) < 2 * CLOSE[dtype]
+    with torch.no_grad():
+        assert torch.equal(tp.linear_cross_entropy(h, weight, targets, chunk, dtype), found)
+
+
+def test_a_loss_without_targets_is_zero_and_so_are_its_gradients():
+    h, weight = random(5, 4).requires_grad_(), random(9, 4).requires_grad_()
+    loss = tp.linear_cross_entropy(h, weight, torch.full((5,), -100, device=DEVICE), 2, torch.float32)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+
+
+def test_the_operation_is_well_formed():
+    args = random(6, 4).requires_grad_(), random(9, 4).requires_grad_(), torch.randint(9, (6,), device=DEVICE)
+    torch.library.opcheck(torch.ops.longhorn_kit.linear_cross_entropy.default, (*args, 4, torch.float32, True))
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 64), (1, 1, 3), (2, 9, 768), (3, 2050), (0, 4)])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_the_stream_and_its_norm(shape, dtype):
+    torch.manual_seed(2)
+    h, y, weight = random(*shape).requires_grad_(), random(*shape, dtype=dtype).requires_grad_(), random(shape[-1]).requires_grad_()
+    found = tp.add_norm(h, y, weight, 1e-5, dtype)
+    s = h.double() + y.double()
+    expected = s, F.rms_norm(s, shape[-1:], weight.double(), 1e-5)
+    assert [t.dtype for t in found] == [torch.float32, dtype]
+    grads = random(*shape), random(*shape, dtype=dtype)
+    for wanted in ((0, 1), (0,), (1,)): # gradients of both results, or of one
+        ours, exact = (torch.autograd.grad([part[i] for i in wanted], (h, y, weight), [grads[i].to(part[i].dtype) for i in wanted],
+                                           retain_graph=True, materialize_grads=True) for part in (found, expected))
+        for name, a, b in zip(("h", "y", "weight"), ours, exact):
+            assert a.shape == b.shape and (not b.any() and not a.any() or far(a, b) < (CLOSE[dtype] if name == "y" else 2e-6))
+    if found[0].numel():
+        assert far(found[0], s) < 1e-6 and far(found[1], expected[1]) < CLOSE[dtype]
+
+
+@pytest.fixture
+def kernels_of_scans(monkeypatch):
+    "Mixers run the kernels, as on a GPU: PyTorch's scans keep other tensors."
+    for module, scan in ((mixer, "longhorn_scan"), (baselines, "selective_scan")):
+        monkeypatch.setattr(module, scan, partial(getattr(module, scan), backend="triton"))
+
+
+@pytest.mark.usefixtures("kernels_of_scans")
+@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba"])
+def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
+    "They come back in the backward, with the same bits."
+    block, h, y = Block(LMConfig(d_model=32, mixer=name)), torch.randn(1, 9, 32, requires_grad=True), torch.randn(1, 9, 32)
+    kept, grads = [], []
+    for on in (False, True):
+        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
+        torch._dynamo.reset()
+        out = torch.add(*torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)(h, y))
+        kept.append(sum(t.numel() for t in out.grad_fn.next_functions[0][0].saved_tensors))
+        grads.append(torch.autograd.grad(out.square().sum(), [h, *block.parameters()]))
+    assert kept[0] - kept[1] >= 9 * (64 - 2)
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["longhorn", "attention"])
+def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monkeypatch):
+    torch.manual_seed(0)
+    block = Block(LMConfig(d_model=32, mixer=name, d_mlp=48)).to(DEVICE)
+    h, y, results = random(2, 9, 32).requires_grad_(), random(2, 9, 32).requires_grad_(), []
+    for kernels in (False, True):
+        for module in (lm, memory):
+            monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
+        torch._dynamo.reset()
+        nodes = set()
+        note = lambda graph, _: nodes.update(str(node.target) for node in graph.graph.nodes) or make_boxed_func(graph)
+        backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+        run = torch.compile(block, backend=backend, fullgraph=True) if compiled and kernels else block
+        out = torch.add(*run(h, y))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [h, y, *block.parameters()])])
+    assert max(map(far, *results)) < 2e-6
+    if compiled: # the compiler sees operations, in the backward too
+        assert {"longhorn_kit.add_norm.default", "longhorn_kit.add_norm_backward.default"} <= nodes
+
+
+@pytest.mark.usefixtures("kernels_of_scans")
+@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba"])
+def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
+    "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
+    from torch.autograd.graph import saved_tensors_hooks
+    model, x = mixer.build_mixer(name, 32), torch.randn(1, 9, 32)
+    layer = model.dt_proj if name == "mamba" else model.b_proj
+    grads, seen, linear = [], [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w) or linear(x, w, *bias))
+    for on in (False, True):
+        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
+        seen.clear()
+        loss = model(x).square().sum()
+        forward = len(seen)
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))
+        again = seen[forward:]
+        assert len(again) == on and all(w.data_ptr() == layer.weight.data_ptr() for w in again)
+    assert all(map(torch.equal, *grads))
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        seen.clear()
+        loss = model(x).square().sum()
+        forward = len(seen)
+    loss.backward()
+    assert len(seen) == forward
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name, d_mlp", [("longhorn", 0), ("longhorn_exact", 0), ("attention", 96), ("mamba", 0)])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpu_training_with_the_kernels_is_training_without_them(name, d_mlp, bf16, tied, monkeypatch):
+    torch.manual_seed(0)
+    model = SequenceLM(LMConfig(301, 64, 2, name, d_mlp=d_mlp, tie_embeddings=tied)).cuda()
+    exact = SequenceLM(model.config).cuda().double()
+    exact.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+    tokens = torch.randint(301, (3, 50), device="cuda")
+    expected = torch.autograd.grad(exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters()))
+    errors = []
+    for kernels in (False, True):
+        for module in (lm, memory):
+            monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=40)
+        errors.append([far(a, b) for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected)])
+    if bf16:
+        assert all(new < 1.3 * old + 1e-3 for old, new in zip(*errors))
+    else:
+        assert max(errors[1]) < 2e-5
+
+
+@pytest.mark.cuda
+def test_gpu_the_loss_needs_a_slice_of_logits():
+    h, weight = torch.randn(8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True), torch.randn(50257, 64, device="cuda", requires_grad=True)
+    targets = torch.randint(50257, (8192,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        chunked_cross_entropy(h, weight, targets, 1024).backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * 1024 * 50304 * 2 + 6 * weight.numel() * 4
