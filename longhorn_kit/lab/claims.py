@@ -137,7 +137,7 @@ CLAIMS = [
         compare=reads("once", _exact_below_diagonal), **LANGUAGE),
     Claim(
         name="repetition", **_KIT, reads="language", about=about_language,
-        statement="What repetition does: when a text is read several times, the leads of the first pass remain.",
+        statement="Repetition: when a text is read several times, the leads of the first pass remain.",
         rule="the same sign after one pass and after the last; one learning rate for all models, so no verdict",
         compare=reads("repeated", longhorn_below("mamba", "attention", "gla"), _exact_below_diagonal, compare_tokens)),
     Claim(
