@@ -157,20 +157,27 @@ def run_job(settings: dict, folder: Path) -> dict:
     if texts.summary() != s.text:
         raise ValueError(f"the text {source} is not the text of this job; restart the run with the same text")
     model, checked = ready_model(json.dumps(s.model), s.context, s.gpu)
-    model.load_state_dict(new_model(model.config, s.seed).state_dict())
-    model.zero_grad(set_to_none=True)
+    batches = windows(tokens_on(device, json.dumps(source)), s.context, s.rows, s.seed)
+    draw_again(model, s)
     curve, clock = [], [time.monotonic()]
-    at, _ = fit(model, windows(tokens_on(device, json.dumps(source)), s.context, s.rows, s.seed), next_byte_loss,
-                s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu, log_every=-(-s.steps // s.points),
-                watch=lambda loss: take_point(model, texts, s, loss, curve, clock), **FIXED)
+    at, _ = fit(model, batches, next_byte_loss, s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu,
+                log_every=-(-s.steps // s.points), watch=lambda loss: take_point(model, texts, s, loss, curve, clock), **FIXED)
     return summary_of(model, s, at, curve, clock) | checked
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-041
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
+def draw_again(model, s): # s: settings of the job
+    "Give a model the weights of a seed."
+    model.load_state_dict(new_model(model.config, s.seed).state_dict())
+    model.zero_grad(set_to_none=True)
+    if s.gpu:
+        torch.cuda.synchronize() # training runs on another stream
+
 def next_byte_loss(model, tokens, targets):
     "Return the loss twice, to train on and to measure."
     loss = model(tokens, targets)[1]
     return loss, loss
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-043
 def take_point(model, texts: Texts, s, loss: Tensor, curve: list, clock: list) -> bool: # s: settings of the job
     "Append the held-out losses to the curve, and start and end of the evaluation to the clock; True stops the run."
     clock.append(time.monotonic())
@@ -178,7 +185,7 @@ def take_point(model, texts: Texts, s, loss: Tensor, curve: list, clock: list) -
     clock.append(time.monotonic())
     return not loss.isfinite()
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-043
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-045
 FACTS = ("parameters", "state_numbers", "function", "output_error", "gradient_error")
 KEPT = ("val", "train", "bits_per_byte", "diverged", "tokens_per_second", "seconds", "made")
 
@@ -194,7 +201,7 @@ def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: step
             "val": {"tokens": tokens} | {name: [round(point[name], 5) for point in curve] for name in names},
             "train": [round(point["train"], 5) for point in curve]}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-045
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-047
 def walked(job, config: OnePass, results: Results) -> tuple: # job: rate -> settings
     "Return the jobs of a walk that are known so far, and the chosen rate, or None."
     losses, best = {}, None
@@ -206,7 +213,7 @@ def walked(job, config: OnePass, results: Results) -> tuple: # job: rate -> sett
             losses[rate] = math.nan if row["bits_per_byte"] is None else row["bits_per_byte"]
     return [job(lr) for lr in losses], best
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-046
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048
 def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]: # -> model, its walk, its judged jobs
     "Yield the settings known so far for every model of a group, and the rate that the walk chose, or None."
     texts, planned = open_texts(**text_of(config)), GROUPS[group]
@@ -219,7 +226,7 @@ def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]
         tried, best = walked(lambda lr: job(lr, 0), config, results)
         yield model, tried, [job(best, seed) for seed in range(1, planned.seeds + 1)] if best else [], best
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-050
 def jobs(config: OnePass, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far, group by group; a note beside them keeps the place of the text."
     with atomic_file(results.folder / "note.json") as file:
@@ -228,7 +235,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
         known = list(model_jobs(config, group, results))
         yield from (settings for part in (1, 2) for found in known for settings in found[part])
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-050
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-052
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the name of the plan, and every model with its walk and its judged runs."
     groups = {}
@@ -244,5 +251,5 @@ def summarize(config: OnePass, results: Results) -> dict:
                 "bracket_seconds": sum(row["seconds"] for row in first)})
     return open_texts(**text_of(config)).summary() | {"plan": plan_of(config), "groups": groups}
 
-# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-051
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)
