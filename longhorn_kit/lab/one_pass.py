@@ -160,8 +160,9 @@ def run_job(settings: dict, folder: Path) -> dict:
     batches = windows(tokens_on(device, json.dumps(source)), s.context, s.rows, s.seed)
     draw_again(model, s)
     curve, clock = [], [time.monotonic()]
+    watch = lambda loss: take_point(model, texts, s, loss, curve, clock)
     at, _ = fit(model, batches, next_byte_loss, s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu,
-                log_every=-(-s.steps // s.points), watch=lambda loss: take_point(model, texts, s, loss, curve, clock), **FIXED)
+                log_every=-(-s.steps // s.points), watch=watch, **FIXED)
     return summary_of(model, s, at, curve, clock) | checked
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
