@@ -157,5 +157,5 @@ def test_state_numbers_of_the_records_are_those_of_the_models():
 def test_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'recall'"):
         claims.find_claim("recal")
-    with pytest.raises(ValueError, match="there are: recall, language"):
+    with pytest.raises(ValueError, match="there are: one-pass, equal-state"):
         claims.find_claim("zzzzzzzz")

@@ -175,7 +175,7 @@ def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
 
 
 def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(claims, "CLAIMS", [claims.find_claim(name) for name in ("scalar-rate", "sample-efficiency", "language")])
+    monkeypatch.setattr(claims, "CLAIMS", [claims.find_claim(name) for name in ("scalar-rate", "sample-efficiency", "one-pass", "language")])
     runs = [{"mixer": mixer, "seed": 0, "tokens": 1e6, "parameters": 1e6, "model": {"d_mlp": 0}, "state_numbers": 0,
              "val": {"tokens": [1e6], "all": [bits]}} for mixer, bits in (("longhorn", 1.0), ("mamba", 2.0), ("attention", 3.0))]
     results = {"runs": runs, "train_tokens": 1e6, "unit": "bits per byte", "domains": {"held out": {}}}

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'edge', 'compare_recall', 'about_recall',
            'mqar_cells', 'both_cells', 'counts', 'limited', 'compare_mqar', 'about_mqar', 'compare_states',
-           'evaluations', 'nearest', 'losses', 'compare_language', 'about_language', 'tokens_at', 'compare_tokens',
-           'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision', 'compare_training',
-           'no_fast_kernel']
+           'evaluations', 'nearest', 'losses', 'compare_language', 'reads', 'about_language', 'tokens_at',
+           'compare_tokens', 'compare_length', 'compare_needles', 'about_length', 'compare_vision', 'about_vision',
+           'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-003
 import math
+from collections.abc import Callable
 from statistics import mean
 
 from .published import EXTRAPOLATION, NAMES, OPENWEBTEXT
@@ -165,6 +166,12 @@ def compare_language(
                     f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words), leads, unit, searched=0,
                     doubt=edge({name: (rate, [rate]) for name in (first, second)}), published=paper))
     return found
+
+# %% ../../nbs/machine/compare.ipynb #compare-n25
+def reads(passes: str, *compares: Callable) -> Callable: # "once" or "repeated"
+    "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
+    kind = lambda record: "once" if len(evaluations(record["results"])) == 1 else "repeated"
+    return lambda record: [found for compare in compares for found in compare(record)] if kind(record) == passes else []
 
 # %% ../../nbs/machine/compare.ipynb #aa770423
 def about_language(record: dict) -> str:

@@ -330,7 +330,7 @@ def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, op
     if on_gpu and not gpus:
         raise ValueError("this scale needs a GPU, and this machine has none; use scale laptop")
     if workers is None:
-        workers = len(gpus) * getattr(config, "per_gpu", 1) or os.cpu_count()
+        workers = len(gpus) * getattr(config, "per_gpu", 1) if on_gpu else os.cpu_count()
     return Processes(workers, gpus, module) if workers else Here()
 
 def visible_gpus() -> list[str]:

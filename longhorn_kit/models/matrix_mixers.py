@@ -324,8 +324,14 @@ class DeltaNet(ConvMixer):
 class GatedDeltaNet(ConvMixer):
     "The delta rule from a faded state, and an output gate. Source: Yang et al., arXiv 2412.06464."
 
-    def __init__(self, d_model: int, n_heads: int = 6, d_conv: int = 4):
-        super().__init__(d_model, *head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128), d_conv)
+    def __init__(self, d_model: int,
+        n_heads: int = 6, d_conv: int = 4,
+        d_key: int | None = None, d_value: int | None = None, # per head; None: keys 3/4, values 3/2 of d_model in all
+    ):
+        H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
+        N, P = N if d_key is None else d_key, P if d_value is None else d_value
+        check_sizes(d_key=N, d_value=P)
+        super().__init__(d_model, H, N, P, d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
         self.rate_proj = nn.Linear(d_model, 2 * self.n_heads, bias=False)
         self.dt_bias = nn.Parameter(time_step_bias(self.n_heads))

@@ -1,0 +1,157 @@
+"""One pass over the text: the walk over learning rates, the planned comparisons, and jobs that repeat to the bit."""
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest, torch
+from hypothesis import given, strategies as st
+from longhorn_kit.lab import one_pass
+from longhorn_kit.lab.claims import find_claim, outcomes
+from longhorn_kit.lab.language_training import new_model
+from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
+from longhorn_kit.lab.plan import GROUPS, RATES, compare_losses, compare_tokens_saved, tokens_saved, walk
+from longhorn_kit.lab.run import Results, run
+from longhorn_kit.models import LMConfig
+from longhorn_kit.records import read_record
+
+TINY = dict(d_model=16, context=32, rows=8, points=4, rates=(1e-3, 1e-2, 1e-1))
+END = "\n<|endoftext|>\n"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for part, lines in (("train", 200), ("val", 20)):
+        (folder / f"toy.{part}.txt").write_text(END.join(f"and then {i * i % 89} and" for i in range(lines)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run(EXPERIMENT, "laptop", folder, workers=0, data=text, **TINY)
+
+
+@given(st.lists(st.floats(0, 10) | st.just(math.nan), min_size=7, max_size=7, unique=True))
+def test_walk_ends_at_a_rate_whose_neighbours_are_worse_or_at_the_end(curve):
+    losses, best, steps = {}, None, 0
+    while best is None:
+        rate, best = walk(RATES, losses)
+        losses |= {} if rate is None else {rate: curve[RATES.index(rate)]}
+        steps += 1
+        assert steps <= 8
+    at = RATES.index(best)
+    worst = lambda loss: math.inf if math.isnan(loss) else loss
+    assert all(worst(curve[i]) >= worst(curve[at]) and RATES[i] in losses for i in (at - 1, at + 1) if 0 <= i < 7)
+
+
+def test_plan_is_the_committed_one():
+    "A change of groups, rates or recipe needs a new plan, committed before its runs."
+    assert plan_of(EXPERIMENT.presets["gpu"]) == one_pass.PLAN
+    for change in (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5])):
+        assert plan_of(replace(EXPERIMENT.presets["gpu"], **change))["commit"] is None
+
+
+def test_names_of_models_are_unique_and_every_pair_is_planned():
+    names = [model.name for group in GROUPS.values() for model in group.models]
+    assert len(set(names)) == len(names)
+    for group in GROUPS.values():
+        assert {name for pair in (*group.below, *group.as_good, *group.fewer) for name in pair} <= set(names)
+
+
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(40, 400))
+def test_windows_read_no_byte_twice(seed, rows, size):
+    batches = list(windows(torch.arange(size), 8, rows, seed))
+    read = torch.cat([inputs.flatten() for inputs, _ in batches]).tolist() if batches else []
+    assert len(set(read)) == len(read) == (size - 1) // 8 // rows * rows * 8
+    assert all((targets == inputs + 1).all() for inputs, targets in batches)
+
+
+def test_a_finished_run_has_every_model_and_the_rates_of_seed_zero_only(finished):
+    record = finished[1]
+    assert record["missing"] == 0 and record["results"]["plan"]["commit"] is None
+    for model in record["results"]["groups"]["laptop"]:
+        assert [one["seed"] for one in model["runs"]] == [1, 2, 3] and float(model["lr"]) in map(float, model["bracket"])
+        assert model["function"] == "chunked" and model["output_error"] < 1e-4 and model["state_numbers"] == 2 * 32 * 4
+        assert len(model["runs"][0]["val"]["all"]) == 4 and model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
+    assert [len(c.differences) for c, _ in outcomes("one-pass", record)] == [3, 3, 3]
+
+
+def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, monkeypatch):
+    count, train = [], one_pass.fit
+    def killed(*args, **options):
+        count.append(1)
+        if len(count) == 6:
+            raise KeyboardInterrupt
+        return train(*args, **options)
+    monkeypatch.setattr(one_pass, "fit", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
+    again = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
+    numbers = lambda record: [(model["name"], model["lr"], model["bracket"], [one["val"] for one in model["runs"]])
+                              for model in record["results"]["groups"]["laptop"]]
+    assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json"))) and numbers(again) == numbers(finished[1])
+
+
+def test_another_text_is_refused(text, finished, tmp_path):
+    (tmp_path / "other.train.txt").write_text("b" * 3000), (tmp_path / "other.val.txt").write_text("b" * 300)
+    settings = next(iter(one_pass.jobs(EXPERIMENT.config("laptop", data=text, **TINY), Results(tmp_path / "run"))))
+    list(one_pass.jobs(EXPERIMENT.config("laptop", data=str(tmp_path), **TINY), Results(tmp_path / "run"))) # another note
+    with pytest.raises(ValueError, match="is not the text of this job"):
+        one_pass.run_job(settings, Results(tmp_path / "run").job_folder(settings))
+    with pytest.raises(ValueError, match="name the text with --data"):
+        list(one_pass.jobs(OnePass(), Results(tmp_path / "none")))
+    with pytest.raises(ValueError, match="no group 'papers'"):
+        OnePass(groups=("papers",))
+
+
+def test_a_wrong_layer_stops_before_it_trains(monkeypatch):
+    layer = new_model(LMConfig(256, 32, 1, "gated_deltanet", dict(n_heads=2, d_key=8, d_value=8)), 0).blocks[0].mixer
+    assert 0 < check_layer(layer, 40, True)["gradient_error"] < 0.03
+    monkeypatch.setattr(type(layer), "run", lambda self, x, *a, right=type(layer).run: (right(self, x)[0] * (1.2 if x.dtype == torch.float32 else 1), None))
+    with pytest.raises(RuntimeError, match="chunked is wrong"):
+        check_layer(layer, 40, True)
+
+
+def test_divergence_is_a_result_and_gets_no_verdict(text, tmp_path):
+    wild = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY | dict(rates=(1e30, 1e31, 1e32), points=2))
+    models = wild["results"]["groups"]["laptop"]
+    assert wild["missing"] == 0 and any(None in model["bracket"].values() for model in models)
+    assert {found.verdict for _, found in outcomes("one-pass", wild)} <= {"cannot be judged", "not run"}
+
+
+def toy(losses, seeds=(1, 2, 3, 4, 5), group="equal-state"):
+    val = lambda loss: {"tokens": [50, 100], "all": [loss + 1, loss]}
+    runs = lambda loss: [dict(seed=seed, val=val(loss + seed * seed / 100)) for seed in seeds]
+    models = [dict(name=name, lr=5e-3, bracket={"0.0032": 1, "0.005": 0, "0.008": 1}, runs=runs(loss)) for name, loss in losses.items()]
+    return {"results": {"unit": "bits per byte", "train_tokens": 100, "domains": {}, "groups": {group: models}}}
+
+
+@pytest.mark.parametrize("gated, word", [(1.5, "holds"), (1.0, "does not hold")])
+def test_either_side_may_win(gated, word):
+    record = toy({"exact N=64": 1.25, "Gated DeltaNet": gated, "Mamba N=64": 2.0, "diagonal N=64": 2.0})
+    found = {comparison.label: str(verdict) for comparison, verdict in outcomes("equal-state", record)}
+    assert found["exact N=64 below Gated DeltaNet"] == found["exact N=64 as good as Gated DeltaNet"] == word
+
+
+def test_missing_models_count_in_the_correction():
+    alone, whole = (compare_losses(toy(losses), "equal-state") for losses in (
+        {"exact N=64": 1.25, "Mamba N=64": 1.5}, {name: 1.25 + 0.25 * (i > 0) for i, name in enumerate(
+            ("exact N=64", "Mamba N=64", "diagonal N=64", "Gated DeltaNet"))}))
+    assert [c.pending for c in alone] == [True, False, True, True] and not any(c.pending for c in whole)
+    assert compare_losses(toy({"exact N=64": 1.0, "Mamba N=64": 2.0}, (1, 2)), "equal-state")[1].doubt == "2 of 5 seeds so far"
+
+
+@given(st.floats(1, 2), st.floats(1, 2))
+def test_token_factor_is_antisymmetric(a, b):
+    ours, theirs = ({"val": {"tokens": [50, 100], "all": [loss + 1, loss]}} for loss in (a, b))
+    saved = tokens_saved(ours, theirs)
+    assert saved == pytest.approx(-tokens_saved(theirs, ours), abs=1e-9) and (saved >= 0) == (a <= b) and abs(saved) <= 50.001
+    assert compare_tokens_saved(toy({"diagonal N=16": a, "Mamba N=16": b}, group="paper"), "paper")[0].published == 45
+
+
+def test_recorded_runs_name_the_plan():
+    for path in (Path(__file__).parents[1] / "nbs/lab/results/one-pass").glob("*.json"):
+        record = read_record(path)
+        assert record["results"]["plan"]["commit"] == (one_pass.PLAN["commit"] if record["scale"] == "gpu" else None)
+    assert find_claim("one-pass").commands["gpu"].endswith("--groups paper --data FOLDER")
