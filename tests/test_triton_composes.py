@@ -2,14 +2,18 @@
 
 The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
 import contextlib
+from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +72,17 @@ def test_the_operation_is_well_formed(form, options, path):
     # In a packed batch some slots for kept states stay unwritten; the last of the four checks would compare them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(triton_op._scan, args, test_utils=checks[:3] if options else checks)
+
+
+def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch):
+    "The verdict on the fast kernels is cached, and a symbol cannot be a key."
+    mode, asked = FakeTensorMode(shape_env=ShapeEnv()), []
+    monkeypatch.setattr(triton_op, "fast_kernels_work", cache(lambda device, form, wide: asked.append(wide) or True))
+    for T in (8, 9):
+        k, x = (mode.from_tensor(torch.zeros(2, T, n), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 3)) for n in (32, 64))
+        on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), shape=x.shape, dtype=x.dtype, numel=x.numel)
+        assert triton_op.scan_path("diagonal", k, k, on_gpu) == "diagonal"
+    assert asked == [True]
 
 
 @both_paths
