@@ -329,9 +329,10 @@ for form in ("exact", "diagonal", "s6"):
 """)
 
 
-def test_the_first_call_of_a_kind_builds_both(monkeypatch):
+def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
     from longhorn_kit.scan import triton_op
     built = []
+    monkeypatch.setattr(triton_op.triton.knobs.cache, "dir", str(tmp_path)) # nothing was compiled before
     monkeypatch.setattr(triton_op, "_build_backward", lambda path, form, every, device, tensors: built.append(tensors))
     monkeypatch.setattr(triton_op, "_BUILT", set())
     monkeypatch.setattr(triton_op, "traced", lambda: False)
@@ -346,6 +347,10 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch):
     assert triton_op._backward_builder("diagonal", 0, (*tensors[:2], torch.empty(1, 3, 8), *tensors[3:])) is None # on a GPU
     (made,) = built
     assert all(t is None or t.is_meta for t in made) and made[3].stride() == (24, 8, 2) and made[2].shape == x.shape
+    (tmp_path / "hash").mkdir()
+    (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()                        # now it was
+    triton_op._BUILT.clear()
+    assert triton_op._backward_builder("exact", 0, tensors) is None and len(built) == 1
 
 
 def test_inputs_begin_where_copies_can():
