@@ -314,10 +314,10 @@ def _backward_builder(form, every, tensors):
     kind = (path, form, every, x.device, k.shape[2], *(t is None or t.dtype for t in tensors))
     if kind in _BUILT or not x.is_cuda or traced():
         return None
+    _BUILT.add(kind)
     name = {"exact": "_exact_bwd_kernel", "portable": "_scan_bwd_kernel"}.get(path, "_diagonal_bwd_kernel")
     if any(Path(triton.knobs.cache.dir).glob(f"*/{name}.json")): # compiled before: a thread would only be in the way
         return None
-    _BUILT.add(kind)
     triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
     getattr(triton.runtime.cache, "triton_key", bool)()
     like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
