@@ -159,10 +159,10 @@ def about_one_pass(record: dict, *groups: str) -> str:
     results = record["results"]
     models = [model for name in groups for model in results["groups"].get(name, ()) if model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
-    each = "; ".join(
-        f"{model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
+    each = "".join(
+        f"; {model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
         f"numbers, {model['function']}{rate(model)}" for model in models)
-    return f"{results['train_tokens'] / 1e6:.1f}M unique bytes ({' and '.join(results['domains'])}), read once; {each}"
+    return f"{results['train_tokens'] / 1e6:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{each}"
 
 # %% ../../nbs/machine/plan.ipynb #plan-027
 RECIPE = dict(d_model=384, context=1024, rows=128, warmup=0.1, min_lr_ratio=0.1, weight_decay=0.1, betas=(0.9, 0.95),
