@@ -11,11 +11,11 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..scan.arguments import kernel_obstacle, transformed
 from ..scan.launch import in_eager
+from ..scan.mamba import recomputed
 
 # %% ../../nbs/machine/memory.ipynb #memory-005
 def wide(t: Tensor) -> Tensor:
@@ -74,17 +74,14 @@ def repeats(x: Tensor) -> bool: # also while a compiler traces
 
 def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of product and bias
     "Return `use(*bias_apart(layer, x))`; in training on a GPU, the backward pass repeats the product for `use`."
-    if repeats(x) and is_plain(layer) and torch.compiler.is_compiling():
+    if not (repeats(x) and is_plain(layer)):
+        return use(*bias_apart(layer, x))
+    if torch.compiler.is_compiling():
         linear = lambda x: F.linear(x, layer.weight)
         return use(checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False), layer.bias)
-    product, bias = bias_apart(layer, x)
-    if not (repeats(x) and is_plain(layer)) or torch._C._autograd._top_saved_tensors_default_hooks(False):
-        return use(product, bias)
-    place, dtype, factors = (product.data_ptr(), product.shape), product.dtype, [t.detach() for t in (x, layer.weight)]
-    pack = lambda t: None if (t.data_ptr(), t.shape) == place else t
-    unpack = lambda t: F.linear(*(f.to(dtype) for f in factors)) if t is None else t
-    with saved_tensors_hooks(pack, unpack):
-        return use(product, bias)
+    dtype = product_dtype(x.device.type, x.dtype) # the backward runs outside of autocast
+    with recomputed(True) as note:
+        return use(note(lambda: F.linear(x.to(dtype), layer.weight.to(dtype))), layer.bias)
 
 # %% ../../nbs/machine/memory.ipynb #memory-017
 def cross_entropy_grad(logits, targets): # logits (m,V); targets (m,), -100: ignored

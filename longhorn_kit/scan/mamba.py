@@ -218,6 +218,7 @@ def selective_state_update(
 def recomputed(on: bool) -> Iterator[Callable]:
     "Context manager that gives a function `note`: the backward runs `make` again instead of keeping `note(make)`."
     on = on and not torch.compiler.is_compiling() # a compiler decides itself what is kept
+    on = on and not torch._C._autograd._top_saved_tensors_default_hooks(False) # a checkpoint's must see every tensor
     makers, again = {}, {}
 
     def note(make):
