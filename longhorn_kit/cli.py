@@ -10,7 +10,7 @@ __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, subprocess, sys
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union
 
@@ -19,7 +19,7 @@ import tyro
 from . import __version__
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
-from .lab.ledger import Row, cells, read_outcomes, ledger, ledger_json, ledger_text, load_record
+from .lab.ledger import cells, read_outcomes, ledger, ledger_json, ledger_text, load_record
 from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
 
 # %% ../nbs/machine/cli.ipynb #cli-005
@@ -131,7 +131,7 @@ def set_aside(folder: Path) -> Path | None:
 # %% ../nbs/machine/cli.ipynb #cli-025
 def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
     "Run one claim, or find that it is done, and print its verdict."
-    from longhorn_kit.lab.report import duration
+    from longhorn_kit.lab.report import duration, rows_of
     from longhorn_kit.lab.run import finished, run
     if command := recipe(claim, options.scale):
         print(f"  {command}", flush=True)
@@ -154,8 +154,9 @@ def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
                    for name, value in (option.split("=", 1) for option in options.slurm)}
         record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
                      **overrides)
-    for pair in read_outcomes(claim, record):
-        label, paper, here, n, verdict = cells(Row(claim, *pair))
+    rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
+    for row in [row for row in rows if row.claim.name == claim.name] or rows: # a part of a plan can be another claim's
+        label, paper, here, n, verdict = cells(replace(row, scale=""))
         print(f"  {label}: {here}, n = {n}, {verdict}")
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:

@@ -75,10 +75,11 @@ def _rows_of_file(claim: Claim, path: Path, stem: str, shown: str) -> list[Row]:
     try:
         record = load_record(path, source)
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
+        command = claim.commands.get(scale) or rerun_command(source, scale, record)
         found, about = read_outcomes(claim, record), claim.about(record) if claim.about else ""
     except ERRORS as error:
         return wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown)) if stem in SCALES else []
-    return [Row(claim, *pair, scale, about, shown, rerun_command(source, scale, record)) for pair in found]
+    return [Row(claim, *pair, scale, about, shown, command) for pair in found]
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n13
 def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
@@ -157,7 +158,12 @@ def ledger(
 # %% ../../nbs/machine/ledger.ipynb #ledger-n23
 FRONT = ( # rows of the front page: claim, scale, which of its comparisons, words
     ("one-pass", "gpu", 0, "Language, read once: diagonal below Mamba"),
+    ("one-pass", "gpu", 1, "Language, read once: exact below Mamba"),
     ("equal-state", "gpu", 0, "Language, equal state: exact below Gated DeltaNet"),
+    ("equal-state", "gpu", 1, "Language, equal state: exact below Mamba"),
+    ("equal-state-mlp", "gpu", 0, "The same with MLPs: exact below Gated DeltaNet"),
+    ("equal-state-mlp", "gpu", 1, "The same with MLPs: exact below Mamba"),
+    ("equal-state-mlp", "gpu", 2, "The same with MLPs: exact below attention"),
     ("exact-cost", "gpu", 0, "“No fast exact kernel”: against our diagonal"),
     ("kernel-time", "gpu", 0, "Our diagonal kernel is as fast as Mamba's"),
     ("kernel-official", "gpu", 0, "The official kernel is as fast as Mamba's"),

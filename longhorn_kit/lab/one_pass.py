@@ -9,7 +9,7 @@ __all__ = ['PRESETS', 'EXPERIMENT', 'OnePass', 'check_scale']
 import copy, json, math, os, time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +67,8 @@ FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_l
 def plan_of(config: OnePass) -> dict:
     "Return the hash of a scale's plan, and the commit that fixed it if it is the plan of this page."
     found = plan_hash(RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")})
-    return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] and config.rates == RATES else None}
+    whole = replace(PRESETS["gpu"], groups=config.groups, data=config.data) == config
+    return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] and whole else None}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-028
 def text_of(config: OnePass) -> dict:
@@ -240,7 +241,8 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the name of the plan, and every model with its walk and its judged runs."
     groups = {}
-    for group in config.groups:
+    begun = lambda group: any(results.get(job) for _, tried, *_ in model_jobs(config, group, results) for job in tried)
+    for group in (name for name in GROUPS if name in config.groups or begun(name)):
         for model, tried, judged, best in model_jobs(config, group, results):
             first = [row for settings in tried if (row := results.get(settings))]
             runs = [{"seed": settings["seed"]} | {name: row[name] for name in KEPT}

@@ -122,13 +122,14 @@ def compare_pairs(
 ) -> list[Comparison]: # more: fields of `Comparison`
     "Compare pairs of models by a function of two runs; a pair without a shared seed is empty."
     found, n, comparisons = models_of(record), GROUPS[group].seeds, []
-    for pair in pairs if group in record["results"]["groups"] else ():
+    mine = (group == "laptop") == (record["scale"] == "laptop") # of the two plans
+    for pair in pairs if mine else ():
         runs = [seeds_of(found[name], n) if name in found else {} for name in pair]
         differences = tuple(measure(runs[0][seed], runs[1][seed]) for seed in sorted(runs[0].keys() & runs[1].keys()))
         doubt = doubt_about(pair, found, n) if found.keys() >= set(pair) else ""
         waits = len(differences) < n and "diverged" not in doubt
         doubt = "" if waits and not differences else doubt # nothing is there yet
-        comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, pending=waits, **more))
+        comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, planned=True, **more))
     return comparisons
 
 def compare_losses(record: dict, *groups: str) -> list[Comparison]:
@@ -156,13 +157,15 @@ def compare_tokens_saved(record: dict, *groups: str) -> list[Comparison]:
 # %% ../../nbs/machine/plan.ipynb #plan-024
 def about_one_pass(record: dict, *groups: str) -> str:
     "Describe groups of a run: unique bytes, and parameters, state, function and rate of every model."
-    results = record["results"]
+    results, settings = record["results"], record["settings"]
     models = [model for name in groups for model in results["groups"].get(name, ()) if model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
     each = "".join(
         f"; {model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
         f"numbers, {model['function']}{rate(model)}" for model in models)
-    return f"{results['train_tokens'] / 1e6:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{each}"
+    size, commit = min(results["train_tokens"], settings["tokens"]) / 1e6, results["plan"]["commit"]
+    plan = f", plan of commit {commit[:7]}" if commit else ", not the committed plan" * (record["scale"] != "laptop")
+    return f"{size:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{plan}{each}"
 
 # %% ../../nbs/machine/plan.ipynb #plan-027
 RECIPE = dict(d_model=384, context=1024, rows=128, warmup=0.1, min_lr_ratio=0.1, weight_decay=0.1, betas=(0.9, 0.95),

@@ -27,7 +27,7 @@ class Comparison:
     searched: int = 1              # seeds on which the learning rates were chosen; 0: no choice
     doubt: str = ""                # why there can be no verdict
     published: float | None = None # the paper's difference, same unit
-    pending: bool = False          # more seeds are planned
+    planned: bool = False          # by a plan: it counts in the correction, with a verdict or without
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-008
 def holm(values: list[float]) -> list[float]: # p-values of one claim, in any order
@@ -73,7 +73,7 @@ def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement
     "Judge all comparisons of one claim together; each of two stages has half of the level."
     measured = [measure(c) if c.differences else None for c in comparisons]
     counted = [i for i, c in enumerate(comparisons) if len(c.differences) >= MIN_SEEDS and not c.doubt]
-    planned = [1.0] * sum(c.pending for c in comparisons)
+    planned = [1.0] * sum(c.planned and i not in counted for i, c in enumerate(comparisons))
     corrected = dict(zip(counted, holm([measured[i][3] for i in counted] + planned)))
     return [_verdict(c, found, corrected.get(i, 1.0), level, len(counted + planned))
             for i, (c, found) in enumerate(zip(comparisons, measured))]
