@@ -325,3 +325,9 @@ def test_gpu_offsets_beyond_two_to_the_31():
     small, after = triton_step("diagonal", **at(few, 0), state=torch.ones(1, 8, N, device=DEVICE))
     torch.testing.assert_close(out[-1:, -8:], small)
     torch.testing.assert_close(state[-1:, -8:], after)
+
+
+def test_states_that_share_memory_are_not_updated_in_place():
+    x, weight = torch.randn(3, 6, device=DEVICE), torch.randn(6, 4, device=DEVICE)
+    with pytest.raises((ValueError, RuntimeError), match="share memory|single memory location"):
+        causal_conv1d_step(x, torch.zeros(1, 6, 3, device=DEVICE).expand(3, -1, -1), weight, inplace=True, backend="triton")

@@ -56,6 +56,20 @@ def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
     assert sizes == [4096, 4] and (logits.amax(-1) - logits.gather(1, new)[:, 0]).max() < 1e-5
 
 
+def test_functional_gradients_of_a_model_are_its_gradients():
+    model, tokens = SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2)), torch.randint(16, (2, 6))
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    expected = torch.autograd.grad(model(tokens, tokens)[1], list(model.parameters()))
+    sliced = torch.nn.Module()
+    sliced.model, sliced.forward = model, lambda *pair: (None, model.loss(*pair, chunk=5))
+    for whole, before in ((model, ""), (sliced, "model.")):
+        named = {before + name: value for name, value in values.items()}
+        found = torch.func.grad(lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1])(named)
+        torch.testing.assert_close(list(found.values()), list(expected))
+    with pytest.raises(ValueError, match="chunk is -1"):
+        model.loss(tokens, tokens, chunk=-1)
+
+
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(40, (2, 7)), torch.randint(40, (2, 7))
     targets[0, 3] = targets[1, 0] = -100

@@ -1,5 +1,5 @@
 """Mamba's functions against its published definitions in float64, over sizes, options, layouts and dtypes."""
-import importlib, itertools, math
+import gc, importlib, itertools, math
 
 import pytest
 import torch
@@ -259,6 +259,24 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
     assert calls == [True, False][: 1 + level]
 
 
+def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
+    new = drawer()
+    args = [new(2, 128, 40), new(64, 1, 4), None, new(4 + 8, 64), new(64, 4), new(32, 64), None, -torch.ones(64, 4, device=DEVICE)]
+    args[1:] = (t if t is None else t.requires_grad_() for t in args[1:])
+    run = lambda xz: mamba_inner_fn(xz, *args[1:]).square().sum()
+    for changed in (args[1], args[3], args[4], args[7]):
+        loss = run(args[0])
+        with torch.no_grad():
+            changed.mul_(1.5)
+        with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
+            loss.backward()
+    tensors = lambda: gc.collect() and sum(isinstance(t, torch.Tensor) for t in gc.get_objects())
+    alive = [[run(args[0]), gc.collect(), tensors()][-1] for _ in range(4)] # no backward
+    assert alive[1] == alive[3]
+    plain = torch.autograd.grad(run(x := args[0].clone().requires_grad_()), x)[0]
+    assert error(torch.func.grad(run)(args[0]), plain) < 1e-3
+
+
 def test_compilers_see_one_graph():
     new = drawer()
     args = new(2, 12, 9), new(6, 1, 4), None, new(3 + 8, 6), new(6, 3), new(5, 6), None, -torch.ones(6, 4, device=DEVICE)
@@ -285,6 +303,9 @@ def mistakes():
         "activation is 'gelu'; expected one of 'silu', 'swish', None": lambda: causal_conv1d_fn(x, w, activation="gelu"),
         "seq_idx is given together with states": lambda: causal_conv1d_fn(x, w, seq_idx=idx, return_final_states=True),
         "seq_idx is torch.int64 (2, 8); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=idx[:, 1:]),
+        "seq_idx is of type list (); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=[0]),
+        "conv_state_indices is list; expected an int32 or int64": lambda: causal_conv1d_update(x, new(2, 6, 3), w, conv_state_indices=[0, 1]),
+        "conv_state_indices has shape (9,)": lambda: causal_conv1d_update(now, new(2, 6, 5), w, conv_state_indices=idx[0]),
         "seq_idx returns to a sequence within 2 tokens": lambda: causal_conv1d_fn(x, w, seq_idx=idx),
         "conv_state keeps 2 inputs; filters of 4 taps need at least 3": lambda: causal_conv1d_update(now, new(2, 6, 2), w),
         "cache_seqlens is given; a ring of inputs is not supported": lambda: causal_conv1d_update(now, new(2, 6, 3), w, cache_seqlens=idx[:, 0]),

@@ -73,6 +73,15 @@ def test_the_loss_of_features(chunk, dtype, compiled):
         assert torch.allclose(tp.linear_cross_entropy(h, weight, targets, chunk, dtype), found, rtol=1e-6) # another kernel
 
 
+def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
+    h, weight, wide = random(6, 8), random(35, 8), torch.randint(35, (6, 3), device=DEVICE)
+    monkeypatch.setattr(memory, "kernels_run", lambda *tensors: True)
+    for targets in (wide[:, 0], wide[0, :1].expand(6)):
+        torch.testing.assert_close(chunked_cross_entropy(h, weight, targets, 4), F.cross_entropy(h @ weight.T, targets))
+    with pytest.raises(ValueError, match="5 targets for 6 features"):
+        chunked_cross_entropy(h, weight, wide[:5, 0], 4)
+
+
 def test_a_loss_without_targets_is_zero_and_so_are_its_gradients():
     h, weight = random(5, 4).requires_grad_(), random(9, 4).requires_grad_()
     loss = tp.linear_cross_entropy(h, weight, torch.full((5,), -100, device=DEVICE), 2, torch.float32)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import documented, shown
+from ..scan.arguments import documented, in_functorch, shown
 from .memory import chunked_cross_entropy, kernels_run, product_dtype, wide
 from .mixer import build_mixer, check_number, check_sizes
 
@@ -170,7 +170,8 @@ class Backbone(nn.Module):
         h = self.embed(tokens)
         h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
         dtype = product_dtype(h.device.type, self.norm.weight.dtype)
-        y = torch.zeros_like(h, dtype=dtype).requires_grad_(h.requires_grad) # one compiled graph for all blocks
+        y = torch.zeros_like(h, dtype=dtype)
+        y = y if in_functorch() else y.requires_grad_(h.requires_grad) # one compiled graph for all blocks
         for block in self.blocks:
             h, y = block(h, y, cu_seqlens)
         _, h = self.norm(h, y)
@@ -185,6 +186,8 @@ class Backbone(nn.Module):
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
         h, table = self.features(tokens, cu_seqlens), self.output_matrix
         check_targets(targets, h)
+        if chunk < 0:
+            raise ValueError(f"chunk is {chunk}; expected a number of positions, or 0")
         if not chunk and not h.is_cuda:
             return mean_loss(F.linear(h, table), targets)
         return chunked_cross_entropy(h.flatten(0, 1), table, targets.flatten().long(), chunk or 8192)

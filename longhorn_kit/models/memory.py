@@ -81,7 +81,8 @@ def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a fu
         return use(checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False), layer.bias)
     dtype = product_dtype(x.device.type, x.dtype) # the backward runs outside of autocast
     with recomputed(True) as note:
-        return use(note(lambda: F.linear(x.to(dtype), layer.weight.to(dtype))), layer.bias)
+        product = note(lambda x, weight: F.linear(x.to(dtype), weight.to(dtype)), x, layer.weight)
+        return use(product, layer.bias)
 
 # %% ../../nbs/machine/memory.ipynb #memory-017
 def cross_entropy_grad(logits, targets): # logits (m,V); targets (m,), -100: ignored
@@ -96,10 +97,10 @@ def cross_entropy_grad(logits, targets): # logits (m,V); targets (m,), -100: ign
 class ChunkedCrossEntropy(torch.autograd.Function):
     "Equation (1) in slices; the forward pass computes the gradients."
     @staticmethod
-    def forward(ctx, h, weight, targets, chunk, learns, dtype):
+    def forward(h, weight, targets, chunk, learns, dtype):
         table, counted = weight.to(dtype), (targets >= 0).sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=h.device)
-        dh, dweight = (torch.zeros_like(t) if learns else None for t in (h, weight))
+        dh, dweight = (torch.zeros_like(t if learns else t[:0]) for t in (h, weight))
         for first in range(0, len(h), chunk):
             rows = slice(first, first + chunk)
             x = h[rows].to(dtype)
@@ -108,12 +109,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if learns:
                 dh[rows] = (error @ table) / counted
                 dweight += (error.T @ x) / counted
-        ctx.save_for_backward(dh, dweight)
-        return total / counted
+        return total / counted, dh, dweight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output[1:])
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, *_):
         dh, dweight = ctx.saved_tensors
         return dh * dloss, dweight * dloss, None, None, None, None
 
@@ -123,8 +128,10 @@ def chunked_cross_entropy(
     chunk: int, # positions per slice
 ) -> Tensor:
     "Return the mean cross entropy in nats; autocast sets the dtype of products, and sums are float32."
-    dtype = product_dtype(h.device.type, h.dtype)
+    if len(targets) != len(h) or chunk < 1:
+        raise ValueError(f"there are {len(targets)} targets for {len(h)} features, in slices of {chunk}")
+    dtype, targets = product_dtype(h.device.type, h.dtype), targets.contiguous()
     if kernels_run(h, weight):
         from longhorn_kit.scan.triton_pointwise import linear_cross_entropy
         return linear_cross_entropy(h, weight, targets, chunk, dtype)
-    return ChunkedCrossEntropy.apply(h, weight, targets, chunk, torch.is_grad_enabled(), dtype)
+    return ChunkedCrossEntropy.apply(h, weight, targets, chunk, torch.is_grad_enabled(), dtype)[0]

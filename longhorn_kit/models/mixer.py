@@ -141,7 +141,8 @@ class ScanProjections(Mixer):
 
     def project_x_z(self, h):
         "Return x' and z of equation (1), two tensors (B,T,d_inner)."
-        return (halves(h, self.in_proj.weight) if is_plain(self.in_proj) else None) or self.in_proj(h).chunk(2, -1)
+        plain = is_plain(self.in_proj) and self.in_proj.bias is None
+        return (halves(h, self.in_proj.weight) if plain else None) or self.in_proj(h).chunk(2, -1)
 
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."

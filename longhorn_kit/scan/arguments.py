@@ -118,20 +118,21 @@ def check_conv(
 # %% ../../nbs/machine/arguments.ipynb #arguments-n18c
 def check_slots(
     slots, x, state, inplace: bool, # (B,) integers or None, (B,..), (slots,..)
+    name: str = "state_indices",
 ) -> int | None: # rows of the pool, None without slots
     "Raise ValueError unless `state_indices` fits a step."
     if slots is None:
         return None
     if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
         kind = getattr(slots, "dtype", type(slots).__name__)
-        raise ValueError(f"state_indices is {kind}; expected an int32 or int64 tensor")
+        raise ValueError(f"{name} is {kind}; expected an int32 or int64 tensor")
     check_tensor("x_t", x, ("B", "D"))
     check_tensor("state", state, ("slots", "D", "N"))
     if slots.shape != x.shape[:1] or slots.device != x.device:
-        raise ValueError(f"state_indices has shape {tuple(slots.shape)} on {slots.device}; "
+        raise ValueError(f"{name} has shape {tuple(slots.shape)} on {slots.device}; "
                          f"expected {tuple(x.shape[:1])} on {x.device} to match x_t")
     if not inplace:
-        raise ValueError("state_indices needs inplace=True: the states of a pool are updated where they are")
+        raise ValueError(f"{name} needs inplace=True: the states of a pool are updated where they are")
     return len(state)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
@@ -148,6 +149,8 @@ _READ = WeakIdKeyDictionary() # bounds that were read: version and values
 
 def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
     "Return the values; wait for the GPU only the first time and after a change in place."
+    if cu_seqlens.device.type == "cpu": # NumPy may have changed them unseen
+        return cu_seqlens.tolist()
     version = None if cu_seqlens.is_inference() else cu_seqlens._version # no changes are counted in inference mode
     known = _READ.get(cu_seqlens)
     if version is None or known is None or known[0] != version:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from .arguments import (
-    HAS_TRITON, call_form, check_choice, check_optional, check_tensor, documented, passed, remember)
+from longhorn_kit.scan.arguments import (
+    HAS_TRITON, call_form, check_choice, check_optional, check_slots, check_tensor, documented, passed, remember,
+    shown)
 from .launch import unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
@@ -31,7 +33,7 @@ def rows_of(t: Tensor | None) -> Tensor | None: # (B,D,L) -> (B,L,D)
     rows = t.mT
     if rows.requires_grad and t.is_cuda and t.stride(-1) == 1 != t.stride(-2) and HAS_TRITON and unwatched():
         from longhorn_kit.scan.triton_portable import _last_contiguous
-        rows.register_hook(lambda grad: _last_contiguous(grad.mT).mT)
+        rows.register_hook(lambda grad: grad if torch.is_grad_enabled() else _last_contiguous(grad.mT).mT)
     return rows
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-005
@@ -130,7 +132,7 @@ def causal_conv1d_fn(
 
     `out` is a view of (B,L,D) memory. Raises ValueError, naming the argument that does not fit."""
     check_tensor("x", x, ("B", "D", "L"))
-    if seq_idx is None:
+    if seq_idx is None or not x.numel():
         result = causal_conv1d(rows_of(x), weight, bias, activation=activation, initial_state=initial_states,
                                output_final_state=return_final_states)
         if not return_final_states:
@@ -139,8 +141,9 @@ def causal_conv1d_fn(
         return y.mT, last if final_states_out is None else final_states_out.copy_(last)
     if initial_states is not None or return_final_states:
         raise ValueError("seq_idx is given together with states; expected one of the two")
-    if seq_idx.shape != x[:, 0].shape or seq_idx.is_floating_point():
-        raise ValueError(f"seq_idx is {seq_idx.dtype} {tuple(seq_idx.shape)}; expected integers {tuple(x[:, 0].shape)}")
+    kind, shape, wanted = (*(getattr(seq_idx, n, None) for n in ("dtype", "shape")), tuple(x[:, 0].shape))
+    if shape != wanted or kind.is_floating_point:
+        raise ValueError(f"seq_idx is {kind or shown(seq_idx)} {tuple(shape or ())}; expected integers {wanted}")
     packed = causal_conv1d(x.mT.reshape(1, -1, x.shape[1]), weight, bias, activation=activation,
                            cu_seqlens=bounds_of(seq_idx, weight.shape[-1]))
     return packed.view(x.mT.shape).masked_fill(seq_idx[..., None] < 0, 0).mT
@@ -159,6 +162,7 @@ def causal_conv1d_update(
     check_tensor("x", x, ("B", "D"), ("B", "D", "S"))
     check_tensor("conv_state", conv_state, ("B", x.shape[1], "M"), like="x", device=x.device)
     new, M, W = x if x.dim() == 3 else x[..., None], conv_state.shape[2], weight.shape[-1]
+    check_slots(conv_state_indices, new[..., 0], conv_state, True, "conv_state_indices")
     if M < W - 1:
         raise ValueError(f"conv_state keeps {M} inputs; filters of {W} taps need at least {W - 1}")
     if new.shape[2] == 1 and M == W - 1:
@@ -214,31 +218,45 @@ def selective_state_update(
     return (outs[0] if groups == 1 else torch.cat(outs, 1)).view(x.shape)
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-024
+def _noted(t: Tensor | None) -> tuple: # a tensor for later, and the version that it has now
+    return t, None if t is None or t.is_inference() else t._version
+
+def _as_noted(t: Tensor | None, version: int | None) -> Tensor | None:
+    if version is not None and t._version != version:
+        raise RuntimeError("a tensor that the backward pass needs was changed in place: it is at version "
+                           f"{t._version}, expected {version}")
+    return t
+
 @contextmanager
 def recomputed(on: bool) -> Iterator[Callable]:
-    "Context manager that gives a function `note`: the backward runs `make` again instead of keeping `note(make)`."
-    on = on and not torch.compiler.is_compiling() # a compiler decides itself what is kept
-    on = on and not torch._C._autograd._top_saved_tensors_default_hooks(False) # a checkpoint's must see every tensor
+    "Context manager that gives `note`: the backward runs `make` again instead of keeping `note(make, *tensors)`."
+    hooks = torch._C._autograd
+    on = on and unwatched() and torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()
+    on = on and not hooks._top_saved_tensors_default_hooks(False) # a checkpoint's must see every tensor
     makers, again = {}, {}
 
-    def note(make):
-        t = make()
-        if on:
-            makers[t.data_ptr()] = make
+    def note(make, *tensors):
+        t = make(*tensors)
+        if on and t.data_ptr():
+            kept = [_noted(None if i is None else i.detach()) for i in tensors] # with a graph they would keep this one
+            makers[t.data_ptr()] = t.numel(), make, kept
         return t
 
     def pack(t):
-        return (t.data_ptr(), t.shape) if t.data_ptr() in makers and t.is_contiguous() else t
+        whole = t.is_contiguous() and makers.get(t.data_ptr(), (None,))[0] == t.numel()
+        return (t.data_ptr(), t.shape) if whole else _noted(t.detach())
 
     def unpack(kept):
-        if isinstance(kept, Tensor):
-            return kept
-        if kept[0] not in again:
+        place, last = kept
+        if isinstance(place, Tensor):
+            return _as_noted(place, last)
+        if place not in again:
+            _, make, tensors = makers[place]
             with torch.no_grad():
-                again[kept[0]] = makers[kept[0]]()
-        return again[kept[0]].view(kept[1])
+                again[place] = make(*(_as_noted(*i) for i in tensors))
+        return again[place].view(last)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if on else nullcontext():
+    with saved_tensors_hooks(pack, unpack) if on else nullcontext():
         yield note
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-026
@@ -270,9 +288,10 @@ def mamba_inner_fn(
         return normed(t if bias is None else t + bias.to(t.dtype), weight).mT
 
     with recomputed(checkpoint_lvl == 1) as note:
-        u = note(lambda: causal_conv1d_fn(x, conv1d_weight, conv1d_bias, activation="silu").mT)
+        u = note(lambda *t: causal_conv1d_fn(*t, activation="silu").mT, x, conv1d_weight, conv1d_bias)
         rest = F.linear(u, x_proj_weight)
-        delta = note(lambda: normed(F.linear(rest[..., :R], delta_proj_weight.to(rest.dtype)), dt_rms_weight))
+        delta = note(lambda t, weight, norm: normed(F.linear(t, weight.to(t.dtype)), norm),
+                     rest[..., :R], delta_proj_weight, dt_rms_weight)
         B = from_x(B, slice(R, R + N), B_proj_bias, b_rms_weight)
         C = from_x(C, slice(-N, None), C_proj_bias, c_rms_weight)
         y = selective_scan_fn(u.mT, delta.mT, A, B, C, D, z, delta_bias, delta_softplus).mT
