@@ -24,7 +24,7 @@ def shown(value) -> str:
 
 def check_choice(name: str, value, choices):
     "Raise ValueError, naming the choices, unless `value` is one of them."
-    if not isinstance(value, (int, float, str, type(None))) or value not in choices:
+    if type(value) not in (int, str, bool, type(None)) or value not in choices:
         raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}")
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n07

@@ -201,7 +201,7 @@ def selective_state_update(
         check_optional(name, t, tuple(shapes[name]), **fit)
     for name, t in dict(B=B, C=C).items():
         check_tensor(name, t, (len(x), N), (len(x), "G", N), **fit)
-    if B.shape != C.shape or B.dim() == 3 and lead[0] % B.shape[1]:
+    if B.shape != C.shape or B.dim() == 3 and (not B.shape[1] or lead[0] % B.shape[1]):
         raise ValueError(f"B has shape {tuple(B.shape)} and C {tuple(C.shape)}; expected equal numbers of groups "
                          f"that divide {lead[0]}")
     groups, pool = B.shape[1] if B.dim() == 3 else 1, state.flatten(1, -2)
