@@ -139,7 +139,7 @@ def plain(markdown: str) -> str:
 
 def give_captions(cells: list) -> None:
     "The italic paragraph after a figure becomes its caption, and its first sentence what a screen reader says."
-    heading = ""
+    heading, phone = "", False
     for cell, following in zip(cells, [*cells[1:], None]):
         if cell["cell_type"] == "markdown":
             found = re.findall(r"^#+ (.*)$", cell["source"], re.MULTILINE)
@@ -150,6 +150,9 @@ def give_captions(cells: list) -> None:
         options["image"] = {"alt": f"Figure: {plain(heading)}"}
         if max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
             options["image"]["classes"] = "wide"
+        if phone or "phone" in cell["metadata"]: # drawn twice: for phones, then for wider screens
+            options["image"]["classes"] = "desk" if phone else "phone"
+            phone = not phone
         alone = len(shown) == 1 and not any("text/html" in o.get("data", {}) for o in cell["outputs"])
         if alone and following and following["cell_type"] == "markdown" and (match := CAPTION.match(following["source"])):
             text = " ".join(match[1].split())
@@ -212,6 +215,7 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
+            cell["metadata"].update({"phone": True} if "phone" in old.get("tags", ()) else {})
             if old.get("jupyter", {}).get("source_hidden"): # the mark by which JupyterLab folds a cell
                 fold(cell, "Solution" if "solution" in old.get("tags", ()) else "Code")
             elif not cell.get("outputs") and only_imports(cell["source"]):

@@ -316,6 +316,8 @@ def mistakes():
         "B has shape (2, 5, 4) and C (2, 5, 4); expected equal numbers of groups": lambda: step(keys=new(2, 5, 4)),
         "its heads must be adjacent in memory": lambda: selective_state_update(
             new(2, 3, 2, 4).transpose(1, 2), *[new(2, 2, 3)] * 2, A.view(2, 3, 4), new(2, 4), new(2, 4)),
+        "modeling is module torch; expected an imported module with Mamba's functions": lambda: patch_mamba(torch),
+        "modeling is str; expected an imported module with Mamba's functions": lambda: patch_mamba("transformers.models.mamba"),
     }
 
 

@@ -97,16 +97,16 @@ CLAIMS = [
             reads=None, minutes={"laptop": 3, "gpu": 60})),
     Claim(
         name="equal-state", **_KIT, **_one_pass("equal-state", minutes=90),
-        statement="Read once, at equal block and with the same number of state numbers in the whole model, the exact "
+        statement="Read once, at equal block and with a state of the same size over the whole model, the exact "
                   "form has a lower loss than Gated DeltaNet, Mamba and the diagonal form.",
-        rule="lower held-out loss in 12 blocks without MLP, 590k state numbers, 5 seeds; as good: at most 0.005 bits "
-             "per byte above"),
+        rule="lower held-out loss in 12 blocks without MLP, 590k numbers in the state, 5 seeds; as good: at most "
+             "0.005 bits per byte above"),
     Claim(
         name="equal-state-mlp", **_KIT, **_one_pass("equal-state-mlp", minutes=60),
         statement="Read once, with an MLP in every block and at equal state, the exact form has a lower loss than "
                   "Gated DeltaNet, Mamba, attention, and itself with half of the state.",
-        rule="lower held-out loss in 6 blocks with MLP, 295k state numbers (exact N=32: 147k; attention has a cache "
-             "instead), 5 seeds; as good: at most 0.005 bits per byte above"),
+        rule="lower held-out loss in 6 blocks with MLP, 295k numbers in the state (exact N=32: 147k; attention has a "
+             "cache instead), 5 seeds; as good: at most 0.005 bits per byte above"),
     Claim(
         name="other-layers-once", **_KIT,
         **_one_pass("others", "others-mlp", minutes=240, beside=("equal-state", "equal-state-mlp")),

@@ -302,7 +302,7 @@ def mamba_inner_fn(
 def patch_mamba(
     modeling: ModuleType, # a file of transformers: modeling_mamba, modeling_falcon_mamba or modeling_jamba
 ) -> None:
-    "Make a Mamba model of transformers run on the functions of this module."
+    "Make a Mamba model of transformers run on the functions of this module. Raises ValueError for another module."
     def mamba_selective_scan(*args, use_mambapy=False, use_associative_scan=False, **options):
         return selective_scan_fn(*args, **options)
 
@@ -312,5 +312,9 @@ def patch_mamba(
     ours = (causal_conv1d_fn, causal_conv1d_update, selective_scan_fn, selective_state_update, mamba_selective_scan)
     names = {function.__name__: function for function in ours} | {
         "mamba_inner_fn": fused, "mamba_selective_state_update": selective_state_update}
+    if not isinstance(modeling, ModuleType) or not names.keys() & vars(modeling).keys():
+        found = f"module {modeling.__name__}" if isinstance(modeling, ModuleType) else type(modeling).__name__
+        raise ValueError(f"modeling is {found}; expected an imported module with Mamba's functions, such as "
+                         "transformers.models.mamba.modeling_mamba")
     for name in names.keys() & vars(modeling).keys():
         setattr(modeling, name, names[name])
