@@ -279,6 +279,12 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
     assert len(folded) == sites > 150
 
 
+def test_the_idea_is_drawn_for_phones_and_for_wider_screens_and_has_one_caption(prepared):
+    made = json.loads((prepared[0] / "pages/index.ipynb").read_text())["cells"]
+    shown = [options for c in made if "image" in (options := c["metadata"].get("mystnb", {}))]
+    assert [options["image"].get("classes") for options in shown] == ["phone", "desk"] and ["figure" in options for options in shown] == [False, True]
+
+
 def test_figures_have_twice_the_pixels_and_few_bytes():
     from PIL import Image
     for path in build.notebooks():
