@@ -162,8 +162,6 @@ FRONT = ( # rows of the front page: claim, scale, which of its comparisons, word
     ("equal-state", "gpu", 0, "Language, equal state: exact below Gated DeltaNet"),
     ("equal-state", "gpu", 1, "Language, equal state: exact below Mamba"),
     ("equal-state-mlp", "gpu", 0, "The same with MLPs: exact below Gated DeltaNet"),
-    ("equal-state-mlp", "gpu", 1, "The same with MLPs: exact below Mamba"),
-    ("equal-state-mlp", "gpu", 2, "The same with MLPs: exact below attention"),
     ("exact-cost", "gpu", 0, "Exact kernel: at least twice the diagonal's time"),
     ("kernel-time", "gpu", 0, "Our diagonal kernel is as fast as Mamba's"),
     ("kernel-official", "gpu", 0, "The official kernel is as fast as Mamba's"),
