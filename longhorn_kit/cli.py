@@ -49,14 +49,13 @@ Settings = Annotated[S, tyro.conf.OmitArgPrefixes] # a dataclass, whose fields b
 class NoSettings:
     "Stand in for the settings of a command whose preset is not named yet."
 
-def subcommand(name: str, kind: type, argv: list[str]) -> type:
-    "Return the type from which tyro makes a subcommand, with the settings of the typed preset as defaults."
+def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
+    "Return the type that tyro parses for a command, and its options: the settings of the typed preset as defaults."
     if not hasattr(kind, "settings_of"):
-        return Annotated[kind, tyro.conf.subcommand(name)]
-    settings, more = kind.settings_of(argv[1:]) if argv[:1] == [name] else (NoSettings(), "")
+        return kind, {}
+    settings, more = kind.settings_of(argv)
     needed = {f.name: tyro.MISSING for f in fields(kind) if f.default is MISSING and f.name != "settings"}
-    return Annotated[kind[type(settings)], tyro.conf.subcommand(
-        name, default=kind(settings=settings, **needed), description=kind.__doc__ + more)]
+    return kind[type(settings)], dict(default=kind(settings=settings, **needed), description=kind.__doc__ + more)
 
 # %% ../nbs/machine/cli.ipynb #cli-012
 def value_of(flag: str, argv: list[str], default: str = "") -> str:
@@ -79,11 +78,16 @@ def changed(settings: Any, preset: Any) -> dict:
 @dataclass
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
+    claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to print; by default all
     out: str = "runs"  # folder of your runs
     json: bool = False # print all fields of every row, as JSON
 
     def __call__(self):
-        rows = ledger(self.out)
+        for name in self.claims:
+            known("claim", name, [claim.name for claim in all_claims()])
+        if self.out != "runs" and not Path(self.out).is_dir():
+            print(f"longhorn: warning: there is no folder {self.out}; only recorded runs are shown", file=sys.stderr)
+        rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
@@ -216,8 +220,9 @@ class Reproduce(Generic[S]):
         return find_experiment(named[0]).config(scale), ""
 
     def __call__(self):
-        if (self.workers or 0) < 0:
-            raise UsageError(f"--workers is {self.workers}; it must be 0 or more")
+        for name in ("workers", "minutes"):
+            if not (getattr(self, name) or 0) >= 0: # also NaN
+                raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
         if odd := [option for option in self.slurm if "=" not in option]:
             raise UsageError(f"--slurm takes NAME=VALUE; {odd[0]!r} is not of this form")
         claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)
@@ -395,17 +400,21 @@ OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldNam
 # %% ../nbs/machine/cli.ipynb #cli-049
 def parse(argv: list[str]) -> Any:
     "Return the command, ready to be called; None after the help; `UsageError` or tyro's own message for a mistake."
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise UsageError(f"unknown command '{argv[0]}'{suggest(argv[0], list(COMMANDS))}")
-    named = [subcommand(name, kind, argv) for name, kind in COMMANDS.items()]
-    box = io.StringIO()
+    if named := bool(argv) and not argv[0].startswith("-"):
+        known("command", argv[0], COMMANDS)
+        kind, more = subcommand(COMMANDS[argv[0]], argv[1:])
+    else:
+        plain = lambda kind: kind[NoSettings] if hasattr(kind, "settings_of") else kind
+        kinds = (Annotated[plain(kind), tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
+        kind, more = Union[tuple(kinds)], {"description": ABOUT}
     try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(Union[tuple(named)], prog="longhorn", args=argv, description=ABOUT, config=OPTIONS)
+        with contextlib.redirect_stderr(box := io.StringIO()):
+            return tyro.cli(kind, prog=" ".join(["longhorn", *argv[:named]]), args=argv[named:], config=OPTIONS, **more)
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        raise Misread(box.getvalue()) from None
+        text = re.sub(r"Error parsing settings[.\w]*: ([^│\n]*)", lambda m: m[1].ljust(len(m[0])), box.getvalue())
+        raise Misread(text) from None
 
 # %% ../nbs/machine/cli.ipynb #cli-051
 def fail(message: str, code: int) -> int:

@@ -138,12 +138,13 @@ def cannot_write(path: str | Path, error: Exception) -> OSError:
 # %% ../nbs/machine/records.ipynb #records-016
 def check_ranges(
     settings: Any, # object with these attributes
-    **ranges: tuple, # attribute=(lowest, highest)
+    **ranges: tuple, # attribute=(lowest, highest), also of each number in a tuple
 ) -> None:
     "Raise ValueError for the first attribute outside its range."
     for name, (low, high) in ranges.items():
-        if not low <= getattr(settings, name) <= high:
-            raise ValueError(f"{name} is {getattr(settings, name)}; it must be from {low} to {high}")
+        for number in value if isinstance(value := getattr(settings, name), tuple) else (value,):
+            if not low <= number <= high: # nor is NaN
+                raise ValueError(f"{name} is {number}; it must be from {low} to {high}")
 
 # %% ../nbs/machine/records.ipynb #records-016-3
 def check_same_settings(

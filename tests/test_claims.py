@@ -99,6 +99,7 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
     assert found.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), "limited to 1.2 guesses, averaged over two cells"
     alone, = compare.compare_mqar({"results": {"cells": cells[4:6]}}, (("longhorn", "mamba"),))
     assert alone.doubt and not alone.differences
+    assert "with d_model –" in compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": []}}), "no cell is finished"
 
 
 def run(mixer, seed, losses, tokens=(10, 20, 40), **more):

@@ -12,7 +12,7 @@ from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
 from longhorn_kit.lab.recipe import TrainConfig
 from longhorn_kit.lab.run import Here
 from longhorn_kit.lab.vision_training import VISION_PRESETS, VisionConfig
-from longhorn_kit.models import MIXERS
+from longhorn_kit.models import MIXERS, SequenceLM
 from longhorn_kit.records import read_jsonl, read_record
 
 LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
@@ -51,9 +51,11 @@ def fails(capsys, argv, code=1):
     (["reproduce", "fake", "--step", "4"], "--steps"), (["reproduce", "fake", "second", "--steps", "4"], "--steps"),
     (["reproduce", "fake", "--workers", "-1"], "--workers is -1; it must be 0 or more"),
     (["reproduce", "fake", "--slurm", "moon"], "--slurm takes NAME=VALUE; 'moon' is not of this form"),
+    (["reproduce", "fake", "--minutes", "-1"], "--minutes is -1.0; it must be 0 or more"), (["claims", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
     (["generate"], "CHECKPOINT"), (["generate", "x", "--tokens", "many"], "many"), (["train-lm"], "--preset"),
     (["train-lm", "--preset", "laptop", "--out", "o", "--step", "3"], "--steps"),
     (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "3.5"], "3.5"),
+    (["train-lm", "--preset", "laptop", "--out", "o", "--d-model", "-8"], "d_model is -8"),
     (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "0"], "steps is 0"),
     (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "4", "--warmup", "9"], "warmup is 9"),
     (["train-lm", "--preset", "owt-120m", "--plan", "--sharding", "zero"], "invalid choice 'zero'"),
@@ -63,7 +65,8 @@ def fails(capsys, argv, code=1):
 def test_mistake_in_the_command_line(here, capsys, argv, says):
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err and list(here.iterdir()) == []
+    assert says in err and "Traceback" not in err and "parsing settings" not in err and list(here.iterdir()) == []
+    assert argv[:1] != ["train-lm"] or "longhorn train-lm --help" in err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS)])
@@ -150,6 +153,10 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     assert record["settings"] == {"steps": 4, "seeds": [5, 6]} and fakes.calls == ["fake", "fake"]
     assert "+4.0 points" in capsys.readouterr().out
     assert not any(row.file for row in cli.ledger("runs"))
+    assert cli.main(["reproduce", "fake", "--steps", "5"]) == 0 and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
+    kept = f"record-{record['sha256'][:8]}.json"
+    assert f"steps 4 -> 5, seeds [5, 6] -> [0]; that record is kept as {kept}" in capsys.readouterr().err
+    assert read_record(here / "runs/fake/laptop.trial" / kept) == record
 
 
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
@@ -236,8 +243,9 @@ def test_claims_prints_what_was_found(here, capsys):
     assert cli.main(["claims"]) == 0
     out = capsys.readouterr().out
     assert "laptop: score" in out and "+2.0 points" in out and "not run" in out and "longhorn reproduce CLAIM" in out
-    assert cli.main(["claims", "--out", "elsewhere"]) == 0
-    assert "not run" in capsys.readouterr().out
+    assert cli.main(["claims", "second", "--out", "elsewhere"]) == 0
+    out, err = capsys.readouterr()
+    assert "not run" in out and "second: The second claim" in out and "The fake claim" not in out and "there is no folder elsewhere" in err
 
 
 # generate
@@ -422,6 +430,10 @@ def test_train_then_generate(text, tmp_path, cache, capsys):
         assert cli.main(["generate", str(checkpoint), "--prompt", "the", "--tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("the")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
+    assert "holds a run of train-lm" in fails(capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "run")])
+    assert "holds a language model" in fails(capsys, ["eval-vision", str(tmp_path / "run"), "--data", "digits"])
+    with pytest.raises(ValueError, match=f"the model of this run is in {tmp_path / 'run' / 'model'}"):
+        SequenceLM.from_pretrained(tmp_path / "run")
 
 
 def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
@@ -464,7 +476,7 @@ def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
     (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
     (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),
     (["--data", "nowhere/*.txt"], 1, "nowhere"), (["--data", "nowhere.txt"], 1, "nowhere.txt"), (["--data", ""], 1, "source ''"),
-    (["--tokenizer", "words"], 1, "words"), (["--d-model", "-8"], 1, "d_model"),
+    (["--tokenizer", "words"], 1, "words"), (["--out", "images"], 1, "holds a run of train-vision"),
     (["--out", "file"], 1, "file"), (["--out", "file/deeper"], 1, "file"),
     (["--out", ""], 2, "--out FOLDER is missing"),
     (["--d-model", "1000000"], 1, "GB; lower d_model, n_layer, batch_size or context"), (["--d-model", str(2**30)], 1, "less than 2**24"),
@@ -473,6 +485,8 @@ def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
 def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monkeypatch, flags, code, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "images.json").touch()
     assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
 
@@ -540,7 +554,7 @@ def no_leftovers(folder):
     assert not [path.name for path in Path(folder).rglob("*") if "partial" in path.name or path.suffix in (".part", ".tmp", ".old")]
 
 
-def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_path, cache):
+def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_path, cache, capsys):
     words = tiny(text, tmp_path / "run", "--steps", "120", "--save-every", "20")
     child = command(*words, env={"LONGHORN_CACHE": str(tmp_path / "cache")})
     until = time.monotonic() + 60
@@ -553,6 +567,7 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     assert "Traceback" not in err
     no_leftovers(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
+    assert re.search("holds no model: its run stopped at step .* of 120; the same training command", fails(capsys, ["generate", str(tmp_path / "run")]))
     assert cli.main(words) == 0
     assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 121))
 

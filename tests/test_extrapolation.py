@@ -148,7 +148,8 @@ def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypat
 
 
 def test_what_cannot_be_is_refused():
-    for name, value in (("context", 15), ("context", 0), ("choices", 11), ("choices", 1), ("trials", 0), ("needles", ("x",))):
+    for name, value in (("context", 15), ("context", 0), ("choices", 11), ("choices", 1), ("trials", 0), ("needles", ("x",)), ("chunk", 0), ("multiples", (1, 0)),
+                        ("depths", (0, 2)), ("needle_lengths", (-1,)), ("finetune_steps", 0), ("finetune_lr", 0), ("finetune_lr", math.nan)):
         with pytest.raises(ValueError, match="unknown needle 'x'" if name == "needles" else f"^{name} is"):
             replace(CONFIG, **{name: value})
     with pytest.raises(ValueError, match="65 are needed"):

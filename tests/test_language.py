@@ -204,6 +204,8 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
     (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),
     (lambda folder: replace(SMALL, tokenizer="gpt2"), "baselines are for bytes; the tokenizer is gpt2"),
+    (lambda folder: override(TINY, n_layer=0), "n_layer is 0"), (lambda folder: replace(SMALL, lengths=(0,)), "lengths is 0"),
+    (lambda folder: replace(SMALL, runs=(("mamba", -1),)), "seed is -1"),
     (lambda folder: override(TINY, sizes="large"), "sizes is 'large'; it must be 'matched' or 'official'"),
     (lambda folder: model_config(override(TINY, sizes="official"), "retnet", 256), "the authors' size of retnet is not available to us; there are: attention, gla"),
     (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),

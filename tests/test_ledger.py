@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 import fakes
 import pytest
 
+from longhorn_kit import cli
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import axis, forest, picture
 from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
@@ -59,7 +60,13 @@ def test_recorded_commands_can_be_typed_into_a_shell():
     for row in ledger("no runs"):
         parts = [part for part in shlex.split(row.command) if not part.startswith("LONGHORN_TEXT=")]
         if "-c" in parts:
-            ast.parse(parts[parts.index("-c") + 1])
+            tree, names = ast.parse(parts[parts.index("-c") + 1]), {}
+            exec("\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom)), names)
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.Name, ast.Attribute)):
+                    eval(ast.unparse(node), names)
+        for words in re.findall(r"(?:^|do |&& |FOLDER )longhorn ([^;&]*)", row.command):
+            assert cli.parse(shlex.split(words))
         assert not parts or parts[0] in ("longhorn", "python", "python3", "for")
         assert ";" not in row.command or parts[0] == "for" or "-c" in parts # no prose behind it
         assert subprocess.run(["sh", "-n", "-c", row.command]).returncode == 0

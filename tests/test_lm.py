@@ -464,6 +464,8 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     (lambda m: m(TOKENS + 40), "tokens has values from 40 to 40; expected 0 to 39"),
     (lambda m: m(TOKENS - 1), "tokens has values from -1 to -1"),
     (lambda m: m(TOKENS, TOKENS[:, 1:]), r"targets has shape \(2, 2\); expected \(2, 3\) to match tokens"),
+    *((lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, TOKENS + wrong), f"targets has the value {wrong}; expected 0 to 39, or -100")
+      for wrong in (77, -1) for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))),
     (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
     (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
     *((lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message) for wrong, message in [

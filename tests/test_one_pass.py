@@ -103,6 +103,9 @@ def test_another_text_is_refused(text, finished, tmp_path):
         list(one_pass.jobs(OnePass(), Results(tmp_path / "none")))
     with pytest.raises(ValueError, match="no group 'papers'"):
         OnePass(groups=("papers",))
+    for name, value in (("val", 0), ("d_model", 0), ("rates", (1e-3, float("nan")))):
+        with pytest.raises(ValueError, match=f"^{name} is"):
+            OnePass(**{name: value})
 
 
 def test_a_wrong_layer_stops_before_it_trains(monkeypatch):

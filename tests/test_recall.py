@@ -118,7 +118,9 @@ def test_recorded_learning_rates_lie_inside_their_grid(record):
     (dict(seeds=()), "seeds is empty"), (dict(tasks=()), "tasks is empty"), (dict(tasks=("twice",)), "unknown tasks twice"),
     (dict(models=("lstm",)), "unknown models lstm"), (dict(batch_size=0), "batch_size is 0"), (dict(points=0), "points is 0"),
     (dict(test_streams=0), "test_streams is 0"), (dict(key_size=1), "key_size is 1"), (dict(warmup=6), "warmup is 6; it must be from 1 to 5"),
-    (dict(lrs=(0.1, 0.2), search_seeds=()), "search_seeds is empty, with 2"), (dict(search_seeds=(1, 2)), "seeds and search_seeds share 1")])
+    (dict(width=-3), "width is -3"), (dict(values=0), "values is 0"),
+    (dict(d_state=-2), "d_state is -2"), (dict(embed=0), "embed is 0"), (dict(rank=0), "rank is 0"), (dict(lrs=(0.1, float("nan"))), "lrs is nan"),
+    (dict(lrs=(0,)), "lrs is 0"), (dict(lrs=(0.1, 0.2), search_seeds=()), "search_seeds is empty, with 2"), (dict(search_seeds=(1, 2)), "seeds and search_seeds share 1")])
 def test_settings_are_checked_before_anything_is_trained(wrong, words):
     with pytest.raises(ValueError, match=words):
         replace(CONFIG, **wrong)

@@ -78,7 +78,7 @@ def test_a_run_that_diverges():
 @pytest.mark.parametrize("override, message", [
     (dict(models=("longhorn", "mambo")), "unknown: mambo; there are: longhorn, longhorn_exact, mamba, deit"),
     (dict(batch_size=5000), "batch_size is 5000; it must be from 1 to 1438"),
-    (dict(size="huge"), "unknown: huge; there are: tiny_patch4_32")])
+    (dict(lr=float("nan")), "lr is nan"), (dict(clip=-1), "clip is -1"), (dict(min_lr_ratio=2), "min_lr_ratio is 2"), (dict(size="huge"), "unknown: huge; there are: tiny_patch4_32")])
 def test_settings_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
         EXPERIMENT.config("laptop", **override)

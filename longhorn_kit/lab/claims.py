@@ -46,7 +46,7 @@ class Claim:
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
     by_name: tuple = ()             # scales at which it runs only if named
     stages: int = 1                 # looks at the results; they share the 5 % level
-    commands: dict = field(default_factory=dict) # scale -> command, if it is not `reproduce`
+    commands: dict = field(default_factory=dict) # scale or variant -> command, if it is not `reproduce`
 
 SCALES = ("laptop", "gpu", "paper")
 PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
@@ -124,7 +124,8 @@ CLAIMS = [
                   "which learns better than GLA; exact Longhorn also beats self-attention.",
         rule="higher recall after the same number of steps, for every pair and both tasks; a first stage with five "
              "other seeds decided little, so each of the two stages uses half of the 5 % level",
-        module="longhorn_kit.lab.recall", compare=compare_recall, about=about_recall, minutes={"laptop": 2}, stages=2),
+        module="longhorn_kit.lab.recall", compare=compare_recall, about=about_recall, minutes={"laptop": 2}, stages=2,
+        commands={"laptop (narrow)": "longhorn reproduce recall --embed 8"}),
     Claim(
         name="language", source=THREAD, published="nats: Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381",
         statement="Trained on OpenWebText, Longhorn has a lower validation loss than Mamba, attention (LLaMA) and GLA.",
@@ -219,8 +220,7 @@ CLAIMS += [
         rule="perplexity at the longest context at most 1 % above that at the training context, on every text",
         module="longhorn_kit.lab.extrapolation", compare=compare_length, about=about_length,
         minutes={"laptop": 10, "gpu": 20}, by_name=("laptop", "gpu"),
-        commands={"gpu": "python -c \"from longhorn_kit.lab.extrapolation import run; run('gpu', "
-                         "'runs/extrapolation/gpu', checkpoints='runs/language/gpu', data='FOLDER')\""}),
+        commands={"gpu": "longhorn reproduce extrapolation --scale gpu --checkpoints runs/language/gpu --data FOLDER"}),
     Claim(
         name="extrapolation-delta", **_KIT,
         statement="DeltaNet, which normalises its keys, does not keep its perplexity. Normalised keys are not the "

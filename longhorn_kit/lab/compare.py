@@ -108,8 +108,8 @@ def about_mqar(record: dict) -> str:
         signs = [x - y for a, b in both for x, y in zip(limited(a), limited(b))]
         texts += [f"{NAMES[first]} against {NAMES[second]} "
                   f"{sum(s > 0 for s in signs)}-{sum(s == 0 for s in signs)}-{sum(s < 0 for s in signs)}"] * bool(both)
-    cells = mqar_cells(record)[0]
-    width = next(iter(cells.values()))["d_model"]
+    cells = (mqar_cells(record) or [{}])[0]
+    width = next(iter(cells.values()), {}).get("d_model", "–")
     states = ", ".join(f"{NAMES[name]} {cell['state_bytes'] / 1024:.0f}" for name, cell in cells.items())
     rates = ", ".join(f"{lr:g}" for lr in sorted(record["settings"]["lrs"]))
     return (f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "

@@ -251,7 +251,10 @@ class Config:
     gpu: bool = True
 
     def __post_init__(self):
-        check_ranges(self, choices=(2, len(COLOURS)), trials=(1, 10**6), windows=(1, 10**6))
+        some = ("multiples", "windows", "chunk", "tokens_at_once", "needle_lengths", "twice_lengths", "trials",
+                "finetune_lengths", "finetune_steps", "finetune_rows")
+        check_ranges(self, **dict.fromkeys(some, (1, 10**9)), choices=(2, len(COLOURS)), depths=(0, 1),
+                     finetune_lr=(1e-12, 1e38))
         if self.context < 2 or self.context % 2:
             raise ValueError(f"context is {self.context}; windows slide by half of it, so it must be even")
         if unknown := {*self.needles, *self.finetuned} - {*NEEDLES}:

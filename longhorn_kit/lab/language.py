@@ -54,9 +54,9 @@ class Language(LMPreset):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf))
-        for mixer, _ in self.runs:
-            mixer_options(mixer) # ValueError if it is unknown
+        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf), lengths=(1, math.inf))
+        for mixer, seed in self.runs: # ValueError for an unknown mixer or a negative seed
+            mixer_options(mixer), replace(self.train, seed=seed)
         if self.baselines and self.tokenizer != "bytes":
             raise ValueError(f"baselines are for bytes; the tokenizer is {self.tokenizer}")
 

@@ -118,6 +118,8 @@ def gather_full_model(model: SequenceLM) -> SequenceLM:
 # %% ../../nbs/machine/language_training.ipynb #language_training-n19
 def check_same_model(folder: Path, notes: dict) -> None:
     "Raise ValueError if the folder's run has another model or text."
+    if (folder / "images.json").exists():
+        raise ValueError(f"{folder} holds a run of train-vision; use another folder or delete it")
     if not all((folder / name).exists() for name in (*notes, "config.json")): return # no run here
     ours = notes["lm_config.json"]
     if read_record(folder / "text.json")["source"] != notes["text.json"]["source"]:

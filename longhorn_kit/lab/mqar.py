@@ -17,11 +17,12 @@ from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any, Iterator, NamedTuple
+from typing import Annotated, Any, Iterator, NamedTuple
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n03
 import torch
 import torch.nn.functional as F
+import tyro
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -174,7 +175,7 @@ class Stage:
 @dataclass(frozen=True)
 class Config:
     "Settings that determine one scale's results."
-    stages: tuple             # most important first
+    stages: Annotated[tuple, tyro.conf.Suppress] # most important first; no flag
     vocab: int = 8192         # V
     lrs: tuple = (2.2e-3, 1e-2, 4.6e-4) # learning rates, tried with the first seed
     late_lrs: tuple = (1e-4,) # tried when everything else is done

@@ -52,7 +52,8 @@ class OnePass:
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-023
 def check_scale(config: OnePass) -> None:
     "Raise ValueError for an impossible size or an unknown group."
-    check_ranges(config, **dict.fromkeys(("tokens", "context", "rows", "points"), (1, math.inf)))
+    check_ranges(config, **dict.fromkeys(("tokens", "val", "d_model", "context", "rows", "points"), (1, math.inf)),
+                 rates=(1e-12, 1e38))
     if unknown := [name for name in config.groups if name not in GROUPS]:
         raise ValueError(f"there is no group {unknown[0]!r}; there are: {', '.join(GROUPS)}")
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import tyro
 
 from .data import VAL_PART
-from .recipe import TrainConfig
+from .recipe import LARGEST, TrainConfig
 from ..models import LMConfig
 from ..models.files import fill_mlp, match_parameters
 from ..models.lm import count_parameters
+from ..records import check_ranges
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-006
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class LMPreset:
     def __post_init__(self):
         if self.sizes not in ("matched", "official"):
             raise ValueError(f"sizes is {self.sizes!r}; it must be 'matched' or 'official'")
+        check_ranges(self, **dict.fromkeys(("d_model", "n_layer", "pad_vocab"), (1, LARGEST)), dropout=(0, 1))
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-007
 LM_PRESETS = {

@@ -115,9 +115,9 @@ class RecallConfig:
     points: int = 30           # of a training curve; each is a mean over steps
 
     def __post_init__(self):
-        some = (1, math.inf)
         check_ranges(self, steps=(2, math.inf), warmup=(1, self.steps - 1), key_size=(2, math.inf),
-                     batch_size=some, test_streams=some, points=some)
+                     values=(2, math.inf), d_state=(2, math.inf), lrs=(1e-12, 1e38), **dict.fromkeys(
+                         ("embed", "width", "rank", "batch_size", "test_streams", "points"), (1, math.inf)))
         check_config(self)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-n09

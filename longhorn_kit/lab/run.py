@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['ERRORS', 'LOSSES', 'LOST', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread', 'Here', 'Lost',
            'LocalJob', 'in_process', 'end_with_driver', 'Processes', 'Slurm', 'Dask', 'cluster_library', 'drive',
-           'collect', 'stop', 'run', 'finished', 'finish', 'engine_for', 'visible_gpus']
+           'collect', 'stop', 'run', 'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
 
 # %% ../../nbs/machine/run.ipynb #run-003
-import hashlib, json, math, multiprocessing, os, signal, sys, threading, time, traceback
+import hashlib, json, math, multiprocessing, os, shutil, signal, sys, threading, time, traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,7 @@ def run(
     if record := finished(experiment, folder, config):
         return record
     engine = engine_for(launcher, workers, config, folder, options or {}, experiment.run_job.__module__)
+    keep_other_record(folder, config)
     results, started = Results(folder), time.time()
     left = drive(experiment, config, results, engine, started + 60 * minutes)
     return finish(experiment, scale, config, folder, results, left)
@@ -299,6 +300,17 @@ def finished(experiment: Experiment, folder: Path, config: Any) -> dict | None:
         return None
     same = (record.get("experiment"), record.get("settings")) == (experiment.name, to_plain(asdict(config)))
     return record if same else None
+
+def keep_other_record(folder: Path, config: Any) -> None:
+    "Copy a record with other settings to `record-HASH.json`, and print what differs."
+    for path in filter(Path.exists, (folder / "record.json", folder / "partial.json")):
+        with suppress(ValueError): # damaged
+            record, now = read_record(path), to_plain(asdict(config))
+            before, copy = record["settings"], folder / f"record-{record['sha256'][:8]}.json"
+            if other := [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]:
+                shutil.copy(path, copy)
+                print(f"settings differ from the record in {folder}: {', '.join(other)}; that record is kept as "
+                      f"{copy.name}, and finished jobs with the same settings are used again", file=sys.stderr)
 
 # %% ../../nbs/machine/run.ipynb #run-026-3
 def finish(experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int) -> dict:

@@ -22,6 +22,7 @@ from .presets import LM_PRESETS, LMPreset, model_config
 from .run import Experiment, Results
 from .training import engine, make_run, train_step
 from ..models.lm import count_parameters
+from ..records import check_ranges
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-006
 def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int) -> tuple: # tokens: per step
@@ -54,8 +55,7 @@ class Throughput:
     gpu: bool = True
 
     def __post_init__(self):
-        if max(self.contexts) > self.tokens:
-            raise ValueError(f"a step of {self.tokens} tokens has no room for a context of {max(self.contexts)}")
+        check_ranges(self, tokens=(1, 10**9), contexts=(1, self.tokens))
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n09
 def jobs(config: Throughput, results: Results) -> Iterator[dict]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Callable, Iterable, Literal, TypeVar
 
 import tyro
 
-from ..records import standing
+from ..records import read_json, standing
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
 class UsageError(ValueError):
@@ -40,6 +40,10 @@ def model_folder(checkpoint: str | Path) -> Path:
         weights = [candidate / f"model.safetensors{end}" for end in ("", ".index.json")]
         if (candidate / "config.json").is_file() and any(file.is_file() for file in weights):
             return candidate
+    if done := sorted(folder.glob("checkpoints/step-*")):
+        steps = read_json(folder / "config.json")["config"]["steps"]
+        raise FileNotFoundError(f"checkpoint {checkpoint} holds no model: its run stopped at step "
+                                f"{int(done[-1].name[5:])} of {steps}; the same training command finishes it")
     raise FileNotFoundError(
         f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
 

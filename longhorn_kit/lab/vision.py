@@ -98,7 +98,8 @@ class Config:
 
     def __post_init__(self):
         check_ranges(self, epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
-                     pad=(0, 32), evaluations=(1, 1000))
+                     pad=(0, 32), evaluations=(1, 1000), lr=(1e-12, 1e38), min_lr_ratio=(0, 1),
+                     weight_decay=(0, 1e38), clip=(0, 1e38))
         for known, asked in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
             if odd := set(asked) - set(known):
                 raise ValueError(f"unknown: {', '.join(sorted(odd))}; there are: {', '.join(known)}")

@@ -239,6 +239,8 @@ def measure(batches: ImageBatches, val: Images, accelerator):
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-025
 def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # classifier, sampler, held-out images, facts
     "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
+    if (out / "lm_config.json").exists():
+        raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
     train_reader, reader = open_data(config.data)
     config, classes = with_steps(config, len(train_reader)), list(train_reader.classes)
     images = {"train": len(train_reader), "val": len(reader), "classes": classes}
@@ -286,6 +288,8 @@ def eval_vision(
         if not (path.parent / "config.json").exists():
             raise ValueError(f"{path.parent} has no config.json; expected a folder that train-vision wrote")
         about = read_json(path.parent / "config.json")
+        if "vocab_size" in about:
+            raise ValueError(f"{path.parent} holds a language model; eval-vision needs a model of train-vision")
         cfg, reader = about["pretrained_cfg"], open_part(data, "val")
         check_classes(data, reader.classes, about.get("label_names") or range(about["num_classes"]), path)
         config = replace(VISION_PRESETS["digits"].config, model=about["architecture"], init_from=str(path),

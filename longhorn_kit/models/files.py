@@ -70,7 +70,9 @@ def load_model(
     try:
         config = LMConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ValueError(f"{path} is not a model's config: {error}") from error
+        inner = Path(folder) / "model"
+        hint = f"; the model of this run is in {inner}" if (inner / "config.json").exists() else ""
+        raise ValueError(f"{path} is not a model's config: {error}{hint}") from error
     state = read_weights(weights, config)
     with torch.device("meta"):
         model = cls(config)

@@ -185,7 +185,7 @@ class Backbone(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 0) -> Tensor:
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
         h, table = self.features(tokens, cu_seqlens), self.output_matrix
-        check_targets(targets, h)
+        check_targets(targets, h, len(table))
         if chunk < 0:
             raise ValueError(f"chunk is {chunk}; expected a number of positions, or 0")
         if not chunk and not h.is_cuda:
@@ -202,15 +202,19 @@ def mean_loss(
     targets: Tensor, # (B,T) the tokens to predict; -100 is left out
 ) -> Tensor:         # scalar, nats per token
     "Return the mean cross entropy, computed in float32."
-    check_targets(targets, logits)
+    check_targets(targets, logits, logits.shape[-1])
     return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
-def check_targets(targets: Tensor, of: Tensor): # (B,T), (B,T,...)
-    "Raise a `ValueError` unless there is a target for every token."
+def check_targets(targets: Tensor, of: Tensor, vocab_size: int): # (B,T), (B,T,...)
+    "Raise a `ValueError` unless there is a target for every token; values are checked on the CPU only."
     if targets.shape != of.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = targets[(targets >= vocab_size) | (targets < 0) & (targets != -100)]
+        if len(wrong):
+            raise ValueError(f"targets has the value {wrong[0].item()}; expected 0 to {vocab_size - 1}, or -100")
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022b
 def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
