@@ -66,6 +66,9 @@ def test_functional_gradients_of_a_model_are_its_gradients():
         named = {before + name: value for name, value in values.items()}
         found = torch.func.grad(lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1])(named)
         torch.testing.assert_close(list(found.values()), list(expected))
+    loss = lambda p, row: torch.func.functional_call(model, p, (row[None], row[None]))[1]
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens) # per sample
+    torch.testing.assert_close([grad.mean(0) for grad in each.values()], list(expected))
     with pytest.raises(ValueError, match="chunk is -1"):
         model.loss(tokens, tokens, chunk=-1)
 

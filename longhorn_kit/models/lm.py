@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..scan.arguments import documented, in_functorch, shown
+from ..scan.launch import unwatched
 from .memory import chunked_cross_entropy, kernels_run, product_dtype, wide
 from .mixer import build_mixer, check_number, check_sizes
 
@@ -211,7 +212,7 @@ def check_targets(targets: Tensor, of: Tensor, vocab_size: int): # (B,T), (B,T,.
     "Raise a `ValueError` unless there is a target for every token; values are checked on the CPU only."
     if targets.shape != of.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if targets.device.type == "cpu" and unwatched():
         wrong = targets[(targets >= vocab_size) | (targets < 0) & (targets != -100)]
         if len(wrong):
             raise ValueError(f"targets has the value {wrong[0].item()}; expected 0 to {vocab_size - 1}, or -100")
@@ -226,7 +227,7 @@ def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens has dtype {tokens.dtype}; expected torch.int64 or torch.int32")
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+    if tokens.device.type == "cpu" and tokens.numel() and unwatched():
         low, high = (value.item() for value in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"tokens has values from {low} to {high}; expected 0 to {vocab_size - 1}")
