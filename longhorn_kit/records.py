@@ -113,7 +113,7 @@ def put_on_disk(path: Path) -> None:
     "Wait until a file or folder is on the disk."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
-            with open(file, "rb") as handle:
+            with open(file, "rb+" if os.name == "nt" else "rb") as handle: # Windows refuses a handle for reading
                 os.fsync(handle.fileno())
 
 # %% ../nbs/machine/records.ipynb #records-012

@@ -238,6 +238,7 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     pieces = split(enumerate(texts), fraction=0.1)
     assert "".join(text for _, text in pieces) == "".join(texts)
     assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(text.endswith("\n") for _, text in pieces)
+    assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == ["train", "val"] # a line is a text too
     assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
 
 

@@ -87,6 +87,11 @@ def test_any_distance_and_loss_can_be_combined():
     assert Objective(proximity, minibatch).minimise(S, torch.randn(2, 4).double(), torch.randn(2, 3).double()).shape == (3, 4)
 
 
+def test_one_state_may_meet_many_pairs():
+    S, k, x, beta = problem(5)
+    torch.testing.assert_close(EXPLICIT.minimise(S[0], k, x, beta=beta), EXPLICIT.minimise(S[:1].expand(5, -1, -1), k, x, beta=beta))
+
+
 def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
     for seed in range(10):
         torch.manual_seed(seed)

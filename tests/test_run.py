@@ -194,3 +194,15 @@ def test_the_experiment_of_the_contributing_guide_is_one_short_page_that_runs(tm
     assert done.returncode == 0 and "parity: exact above diagonal" in done.stdout, done.stderr
     assert read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"]["steps"] == 20
     assert "The exact form learns parity" in longhorn("claims").stdout
+
+
+def test_a_free_gpu_gets_the_next_job(monkeypatch):
+    class Job:
+        def __init__(self, context, function, arguments, variables):
+            self.gpu, self.ended = variables["CUDA_VISIBLE_DEVICES"], False
+        def done(self): return self.ended
+    monkeypatch.setattr(lab_run, "LocalJob", Job)
+    engine = lab_run.Processes(2, ["3", "5"], "json")
+    long, short = engine.submit(print), engine.submit(print)
+    short.ended = True
+    assert [long.gpu, short.gpu, engine.submit(print).gpu] == ["3", "5", "5"]

@@ -345,6 +345,16 @@ def test_evaluation_changes_nothing_and_training_no_random_state():
         evaluate(model, VAL[:1], 8)
 
 
+def test_a_model_with_a_part_without_gradients_resumes(tmp_path):
+    class Part(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(3, 3)
+    config = dataclasses.replace(CONFIG, steps=4, warmup=1, cpu=True)
+    first = train(Part(), TOKENS, None, config, tmp_path, quiet=True)
+    assert train(Part(), TOKENS, None, config, tmp_path, quiet=True)["loss"] == first["loss"]
+
+
 def test_the_number_of_evaluations_does_not_change_training(whole):
     def noisy(model):  # an evaluation that draws random numbers
         return {"score": float(torch.rand(()))}

@@ -235,8 +235,11 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
         torch.testing.assert_close(found, (3 * alone[0] + 6 * alone[1] + math.log(31)) / 10)
     batch["labels"][0, 3] = -100 # whoever does not want it
     torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
-    with pytest.raises(ValueError, match="attention_mask has 2 columns; expected at least 7"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected \(B, T\)"):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
+    for model in (model, model.model): # packed rows would leak
+        with pytest.raises(ValueError, match="seq_idx is given, but texts packed in one row"):
+            model(batch["input_ids"], seq_idx=torch.zeros(2, 7))
 
 
 @pytest.mark.parametrize("mixer", ["llama", "longhorn", "attention"])

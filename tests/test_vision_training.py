@@ -95,7 +95,7 @@ def shards(folder, part, rows):
     with tarfile.open(folder / f"{part}-000.tar", "w") as tar:
         for i, (image, label) in enumerate(rows):
             for kind, data in (("cls", str(label).encode()), ("png", image)):
-                info = tarfile.TarInfo(f"{i:04d}.{kind}")
+                info = tarfile.TarInfo(f"./v1.0/{i:04d}.{kind.upper() if i % 2 else kind}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
@@ -203,6 +203,16 @@ def test_no_intact_image_is_reported_broken():
     images.transform = lambda image: image.no_such_method # an error of the augmentation does not mean a broken image
     with pytest.raises(AttributeError, match="no_such_method"):
         images[3]
+
+
+def test_sixteen_bits_are_scaled_and_an_enormous_image_is_a_broken_one(tmp_path, monkeypatch):
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        Image.fromarray(np.arange(0, 65536, 1024, np.uint16).reshape(8, 8)).save(tmp_path / part / "a" / "0.png")
+    images = Images(open_data(str(tmp_path))[0], None)
+    assert np.array_equal(np.asarray(images.load(0)[0])[..., 0].flatten(), np.arange(0, 256, 4))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)
+    assert images.load(0) is None
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])

@@ -131,6 +131,10 @@ def load_state(path: Path, state: dict, sha256: str) -> None:
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-014
 def state_of(model, optimizer, average=None): # average: name -> averaged weight
     "Return the tensors that a checkpoint stores."
+    known = next(iter(optimizer.state.values()), {})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in (p for p in parameters if known and p not in optimizer.state): # no gradient so far
+        optimizer.state[p] = {name: torch.zeros_like(p if t.dim() else t) for name, t in known.items()}
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments} | ({"average": average} if average else {})
 

@@ -382,7 +382,7 @@ def prepare(
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     for enough in (None, tokens) if source.startswith("hf:") else (tokens,): # a whole stream serves every run
         key = hashlib.sha256(json.dumps([about | {"tokens": enough}, facts]).encode()).hexdigest()
-        folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default) / f"{encoder.name}-{key[:16]}"
+        folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default).expanduser() / f"{encoder.name}-{key[:16]}"
         if (folder / "index.json").exists():
             break
     about |= {"column": text_column, "known_by": key, "tokenizer_hash": tokenizer_hash(encoder),

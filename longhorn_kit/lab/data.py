@@ -391,7 +391,7 @@ def pieces_of(
     if part or whole:
         return [(part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)]
     cut = round(len(text) * (1 - fraction))
-    cut = text.find("\n", cut) + 1 or cut
+    cut = text.find("\n", cut, -1) + 1 or cut # not the last one: both parts need text
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
 
 # %% ../../nbs/machine/data.ipynb #data-107

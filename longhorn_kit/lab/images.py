@@ -94,8 +94,9 @@ def shard_images(pattern: Path) -> Shards:
     for path in sorted(glob.glob(str(pattern))):
         with tarfile.open(path) as tar:
             for member in tar:
-                key, _, kind = member.name.partition(".")
-                name = f"{path}, {key}"
+                folder, _, file = member.name.rpartition("/")
+                key, _, kind = file.partition(".")
+                name, kind = f"{path}, {folder}/{key}".replace(", /", ", "), kind.lower()
                 if kind == "cls":
                     labels[name] = int(tar.extractfile(member).read())
                 elif kind in ("jpg", "jpeg", "png", "webp"):
@@ -145,8 +146,10 @@ class Images(Dataset):
         try:
             image, label = self.reader[i]
             image = Image.fromarray(image) if hasattr(image, "shape") else Image.open(image)
+            if image.mode.startswith("I;16"): # Pillow would clip 16 bits, not scale them
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(self.mode), label if label >= 0 else -100
-        except (OSError, SyntaxError, ValueError): # what Pillow raises
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError): # what Pillow raises
             return None
 
     def __getitem__(self, i): # a number beyond the end fills a batch

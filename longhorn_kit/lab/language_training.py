@@ -6,7 +6,7 @@
 __all__ = ['new_model', 'save_lm', 'tokens_hash', 'fit', 'train_lm']
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n04
-import hashlib, json
+import glob, hashlib, json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -74,7 +74,7 @@ def open_texts(
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
-    trained, held = (str(folder / f"*.{part}.txt*") for part in ("train", "val"))
+    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
     corpus = prepare(trained, tokenizer, held)
     parts = {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)}
     return Texts(corpus, parts)

@@ -86,8 +86,11 @@ def shard(model, kind, accelerator): # kind: from `sharding_of`
         from torch.distributed.fsdp import fully_shard
         sizes = (world,) if kind == "fsdp" else (world // local_size(), local_size())
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "slices")[-len(sizes):])
+        marks = [getattr(p, "_no_weight_decay", False) for p in model.parameters()]
         for module in (*blocks_of(model.model), model):
             fully_shard(module, mesh=mesh)
+        for p, mark in zip(model.parameters(), marks): # they are new
+            p._no_weight_decay = mark
     return model
 
 @contextmanager

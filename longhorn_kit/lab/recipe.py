@@ -121,13 +121,14 @@ def set_lr(optimizer, lr):
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-015
 NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # in names that never decay
+VECTORS = ("mixer.mix", "mixer.bonus") # ends of names of stacked vectors, which do not decay either
 
 def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `TrainConfig`
     "Return AdamW's groups, with and without decay, each with `params` and `names`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else () # timm's models name parameters
     def decays(name, parameter):
-        special = id(parameter) in embedded or getattr(parameter, "_no_weight_decay", False)
+        special = id(parameter) in embedded or name.endswith(VECTORS) or getattr(parameter, "_no_weight_decay", False)
         matrix = parameter.ndim == 2 and not special and not any(word in name for word in NO_DECAY)
         return (parameter.ndim >= 2 if rule == "official" else matrix) and name not in exempt
     groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
@@ -156,8 +157,10 @@ def fork_rng(seed=0):
     before = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        yield
-    np.random.set_state(before[0]), random.setstate(before[1])
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0]), random.setstate(before[1])
 
 def seed_all(*numbers):
     "Seed the generators of Python, numpy and torch from whole numbers."

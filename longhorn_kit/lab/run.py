@@ -169,15 +169,19 @@ class Processes:
         preload: str,    # module that the server imports once
     ):
         kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        self.context, self.workers, self.gpus, self.started = multiprocessing.get_context(kind), workers, gpus, 0
+        self.context, self.workers, self.gpus = multiprocessing.get_context(kind), workers, gpus
+        self.jobs = [] # on a GPU: its number, job
         if kind == "forkserver":
             # the first optimizer step imports torch._dynamo, which takes seconds
             self.context.set_forkserver_preload(["torch", "torch._dynamo", preload])
 
     def submit(self, function: Callable, *arguments: Any) -> LocalJob:
-        self.started += 1
-        gpu = self.gpus[self.started % len(self.gpus)] if self.gpus else ""
-        return LocalJob(self.context, function, arguments, os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+        self.jobs = [(gpu, job) for gpu, job in self.jobs if not job.done()]
+        busy = [gpu for gpu, _ in self.jobs]
+        gpu = min(self.gpus, key=busy.count, default="")
+        job = LocalJob(self.context, function, arguments, os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+        self.jobs.append((gpu, job))
+        return job
 
 # %% ../../nbs/machine/run.ipynb #run-021
 class Slurm:

@@ -8,7 +8,7 @@ __all__ = ['FromEpochs', 'VISION_PRESETS', 'VisionConfig', 'VisionPreset', 'visi
            'check_classes']
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-003
-import zlib
+import time, zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Iterable, NamedTuple
@@ -231,8 +231,10 @@ def measure(batches: ImageBatches, val: Images, accelerator):
     "Return the evaluation that `train` calls after every epoch."
     rows = batches.config.batch_size // batches.world
     def metrics(model):
+        began = time.perf_counter()
         result = validate(model, val, rows, batches.config.workers, accelerator)
         result["skipped"] += count_broken(batches.images, batches.mine)
+        batches.started += time.perf_counter() - began # the speed is that of training
         return {"epoch": batches.drawn // batches.images.each} | result | batches.speed()
     return metrics
 

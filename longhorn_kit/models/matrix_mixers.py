@@ -151,7 +151,8 @@ class HGRN2(MatrixMixer):
     def inputs(self, x: Tensor, cache: Any) -> tuple:
         q, f, v = self.in_proj(x).split([self.keys, self.keys, self.values], -1)
         k = (1 - self.lower_bound) * torch.sigmoid(-wide(f))
-        decay = torch.log1p(-k) if self.lower_bound else F.logsigmoid(wide(f))
+        kept = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(wide(f)) # 1 - k, which could round to 0
+        decay = kept.log() if self.lower_bound else F.logsigmoid(wide(f))
         q, k, v, decay = map(self.heads, (F.silu(q) * self.d_key**-0.5, k.to(v.dtype), v, decay))
         return dict(q=q, k=k, x=v, log_decay=decay), None, cache.past
 
@@ -166,7 +167,6 @@ class TokenShift(MatrixMixer):
         super().__init__(d_model, H, N, N, (d_model, 1))
         share = torch.arange(d_model) / d_model # a row of `mix` per projection: the token before counts 1 - share^power
         self.mix = nn.Parameter(1 - share ** torch.tensor(powers)[:, None])
-        self.mix._no_weight_decay = True # vectors, stacked
         linear = lambda: nn.Linear(d_model, self.keys, bias=False)
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
         for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
@@ -228,7 +228,6 @@ class RWKV6(TokenShift):
         self.decay_up = nn.Linear(decay_rank, self.keys)
         place, rate = slow_to_fast(self.keys)
         self.bonus = nn.Parameter(0.5 * (1 - place).view(self.n_heads, self.d_key))
-        self.bonus._no_weight_decay = True # a vector for each head
         nn.init.uniform_(self.mix_down.weight, -1e-4, 1e-4)
         nn.init.uniform_(self.decay_down.weight, -1e-4, 1e-4)
         self.decay_up.bias = nn.Parameter(rate)

@@ -180,7 +180,7 @@ class ScanMixer(ScanProjections):
         *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens)
         out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens)
         y, S = out if keep_cache else (out, None)
-        return self.out_proj(y), ScanCache(past, S) if keep_cache else None
+        return self.out_proj(y), ScanCache(past, S if cache is None else S.to(cache.S.dtype)) if keep_cache else None
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
         one_by_one = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds

@@ -120,9 +120,10 @@ def spans(
     "Group rows with the same padding, with the ends of their text."
     if mask is None:
         return None
-    if mask.dim() == 2 and mask.shape[1] < T:
-        raise ValueError(f"attention_mask has {mask.shape[1]} columns; expected at least {T}, one for each token")
-    if mask.dim() != 2 or bool(mask[:, mask.shape[1] - T:].all()):
+    if mask.dim() != 2 or mask.shape[1] < T:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected (B, T) with a column for each of "
+                         f"{T} tokens or more")
+    if bool(mask[:, mask.shape[1] - T:].all()):
         return None
     new = mask[:, mask.shape[1] - T:].bool()
     count, where = new.sum(1), torch.arange(T, device=new.device)
@@ -234,6 +235,8 @@ class LonghornPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-023
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") # arguments with which collators mark several texts in a row
+
 class LonghornModel(LonghornPreTrainedModel):
     "Map tokens to the stream after the last norm."
 
@@ -260,6 +263,8 @@ class LonghornModel(LonghornPreTrainedModel):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 inputs_embeds: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = None,
                 output_hidden_states: bool | None = None, **ignored: Any) -> Any:
+        if packed := [name for name in _PACKED if ignored.get(name) is not None]:
+            raise ValueError(f"{packed[0]} is given, but texts packed in one row would share a state; pad them instead")
         h, cache = self.embed(input_ids, inputs_embeds), past_key_values
         if cache is not None and not isinstance(cache, LonghornCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out; "
@@ -310,7 +315,7 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
                 **options: Any) -> Any:
         "Return logits, loss and cache; labels (B,T) are the tokens, shifted here; -100 is left out."
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
-                         output_hidden_states, return_dict=True)
+                         output_hidden_states, return_dict=True, **{name: options.get(name) for name in _PACKED})
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
         if labels is not None:

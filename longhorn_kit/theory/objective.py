@@ -157,8 +157,9 @@ def tangent_loss(
     beta: Tensor,   # (...,D) or (...,1) weight of each channel
 ) -> Tensor:        # (...) loss
     "Return `recall_loss`'s tangent plane at the previous state."
-    slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev)
-    return recall_loss(S_prev, k, x, beta) + (slope * (S - S_prev)).sum((-2, -1))
+    loss = recall_loss(S_prev, k, x, beta)
+    slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev.expand(*loss.shape, *S_prev.shape[-2:]))
+    return loss + (slope * (S - S_prev)).sum((-2, -1))
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-039
 EXPLICIT = Objective(proximity, tangent_loss, "explicit step")
