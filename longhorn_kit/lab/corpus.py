@@ -378,7 +378,7 @@ def prepare(
         stages = [(source, "train", text_column), (val, "val", text_column)]
     known = (lambda: known_by(source, bins)) if bins else lambda: [known_by(name) for name, *_ in stages]
     about = {"source": source, "val": val, "fraction": fraction, "limit": limit, "tokens": tokens}
-    facts = {"files": known(), "column": text_column, "tokenizer": tokenizer_hash(encoder), "format": 4}
+    facts = {"files": known(), "column": text_column, "tokenizer": tokenizer_hash(encoder), "format": 5}
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     for enough in (None, tokens) if source.startswith("hf:") else (tokens,): # a whole stream serves every run
         key = hashlib.sha256(json.dumps([about | {"tokens": enough}, facts]).encode()).hexdigest()
