@@ -94,9 +94,9 @@ def shard_images(pattern: Path) -> Shards:
     for path in sorted(glob.glob(str(pattern))):
         with tarfile.open(path) as tar:
             for member in tar:
-                folder, _, file = member.name.rpartition("/")
+                folder, slash, file = member.name.rpartition("/")
                 key, _, kind = file.partition(".")
-                name, kind = f"{path}, {folder}/{key}".replace(", /", ", "), kind.lower()
+                name, kind = f"{path}, {folder}{slash}{key}", kind.lower()
                 if kind == "cls":
                     labels[name] = int(tar.extractfile(member).read())
                 elif kind in ("jpg", "jpeg", "png", "webp"):

@@ -242,8 +242,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the name of the plan, and every model with its walk and its judged runs."
     groups = {}
-    begun = lambda group: any(results.get(job) for _, tried, *_ in model_jobs(config, group, results) for job in tried)
-    for group in (name for name in GROUPS if name in config.groups or begun(name)):
+    for group in GROUPS:
         for model, tried, judged, best in model_jobs(config, group, results):
             first = [row for settings in tried if (row := results.get(settings))]
             runs = [{"seed": settings["seed"]} | {name: row[name] for name in KEPT}
@@ -253,7 +252,8 @@ def summarize(config: OnePass, results: Results) -> dict:
                 "name": model.name, "mixer": model.mixer, "lr": best, "runs": runs, **facts,
                 "bracket": {f"{row['settings']['lr']:g}": row["bits_per_byte"] for row in first},
                 "bracket_seconds": sum(row["seconds"] for row in first)})
-    return open_texts(**text_of(config)).summary() | {"plan": plan_of(config), "groups": groups}
+    kept = {name: found for name, found in groups.items() if name in config.groups or any(m["bracket"] for m in found)}
+    return open_texts(**text_of(config)).summary() | {"plan": plan_of(config), "groups": kept}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from longhorn_kit.scan.arguments import (
-    HAS_TRITON, call_form, check_choice, check_optional, check_slots, check_tensor, documented, passed, remember,
-    shown)
+from .arguments import (
+    HAS_TRITON, call_form, check_choice, check_optional, check_slots, check_tensor, documented, passed, remember, shown)
 from .launch import unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
@@ -141,9 +140,10 @@ def causal_conv1d_fn(
         return y.mT, last if final_states_out is None else final_states_out.copy_(last)
     if initial_states is not None or return_final_states:
         raise ValueError("seq_idx is given together with states; expected one of the two")
-    kind, shape, wanted = (*(getattr(seq_idx, n, None) for n in ("dtype", "shape")), tuple(x[:, 0].shape))
-    if shape != wanted or kind.is_floating_point:
-        raise ValueError(f"seq_idx is {kind or shown(seq_idx)} {tuple(shape or ())}; expected integers {wanted}")
+    shape, wanted = tuple(getattr(seq_idx, "shape", ())), tuple(x[:, 0].shape)
+    if shape != wanted or seq_idx.is_floating_point():
+        kind = getattr(seq_idx, "dtype", shown(seq_idx))
+        raise ValueError(f"seq_idx is {kind} {shape}; expected integers {wanted}")
     packed = causal_conv1d(x.mT.reshape(1, -1, x.shape[1]), weight, bias, activation=activation,
                            cu_seqlens=bounds_of(seq_idx, weight.shape[-1]))
     return packed.view(x.mT.shape).masked_fill(seq_idx[..., None] < 0, 0).mT

@@ -321,7 +321,7 @@ def overlapped(device: torch.device) -> dict:
 def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
     "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
     packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
-    if len(state) > 1 and 0 <= state.stride(0) < state[0].numel() and packed:
+    if packed and len(state) > 1 and state.stride(0) < state.shape[1] * state.shape[2]:
         raise ValueError(f"state has strides {state.stride()}: its rows share memory and cannot be updated in place")
     whole = state if packed and not (INTERPRETED and state.dtype == torch.bfloat16) else state.float().contiguous()
     result = run(whole)
