@@ -149,6 +149,29 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
         assert len(read_json(node / f"run{n}" / "config.json")["attempts"]) == 2
 
 
+LEAVES = """
+import glob, torch
+from longhorn_kit.lab.processes import leave
+torch.distributed.init_process_group("gloo")
+cycle = [torch.distributed.group.WORLD] # as a trained model holds it
+cycle.append(cycle)
+del cycle
+torch.distributed.all_reduce(torch.ones(9))
+leave()
+names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+assert names and not any("gloo" in name for name in names), names
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
+def test_no_thread_of_the_connections_outlives_them(tmp_path):
+    "One that asks for the interpreter's lock as the process ends aborts it: `terminate called without an active exception`."
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    launcher = torchrun(tmp_path, "--standalone", "--nproc-per-node", 2, "leaves.py")
+    told = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 0, told
+
+
 # ---- the page
 
 

@@ -7,7 +7,7 @@ __all__ = ['SIGNS_OF_LOSS', 'check_launcher', 'make_accelerator', 'distributed',
            'TrainingDiverged', 'WorkerLost', 'peers_watched']
 
 # %% ../../nbs/machine/processes.ipynb #processes-003
-import hashlib, os, signal, socket, threading, time, warnings
+import gc, hashlib, os, signal, socket, threading, time, warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, Iterator
@@ -50,9 +50,10 @@ def is_main_process() -> bool:
 
 # %% ../../nbs/machine/processes.ipynb #processes-leave
 def leave() -> None:
-    "Close the connections, whose threads could abort a process that exits."
+    "End the connections and their threads: one that waits for Python as it ends aborts the process."
     if distributed():
         torch.distributed.destroy_process_group()
+        gc.collect() # the trained model holds them in a cycle
 
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
 def sharding_of(recipe, accelerator):
