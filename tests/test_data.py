@@ -339,7 +339,8 @@ def test_the_order_depends_on_the_seed_and_on_no_other_randomness():
 
 def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     state = Sampler(np.arange(100), 8, 2).state_dict()
-    for other in (Sampler(np.arange(101), 8, 2), Sampler(np.arange(100), 9, 2), Sampler(np.arange(100), 8, 2, seed=1)):
+    for other in (Sampler(np.arange(101), 8, 2), Sampler(np.arange(100), 9, 2), Sampler(np.arange(100), 8, 2, seed=1),
+                  Sampler(np.arange(1, 101), 8, 2)):
         with pytest.raises(ValueError, match="the saved position belongs to"):
             other.load_state_dict(state)
     Sampler(np.arange(100), 8, 4).load_state_dict(state)  # another batch size continues in the same order

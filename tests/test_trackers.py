@@ -82,11 +82,13 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
     folder = tmp_path / "run"
     with pytest.raises(MemoryError):
         run(folder, Interrupting(38, failing(MemoryError("stopped"))), tracked(name))
+    with pytest.raises(MemoryError): # before it comes as far again
+        run(folder, Interrupting(33, failing(MemoryError("stopped"))), tracked(name))
     run(folder, config=tracked(name))
     starts, seen = [call for call in calls(name) if "project" in call], [call for call in calls(name) if "step" in call]
     about, key = starts[0], read_json(folder / "config.json")["id"]
-    assert len(starts) == 2 and about == starts[1] and (about["project"], about["name"], about["resume"]) == ("longhorn", f"run-{key}", "allow")
-    assert about.get("id", key) == key and about["config"]["lr"] == CONFIG.lr and calls(name).count("finished") == 2
+    assert len(starts) == 3 and about == starts[1] == starts[2] and (about["project"], about["name"], about["resume"]) == ("longhorn", f"run-{key}", "allow")
+    assert about.get("id", key) == key and about["config"]["lr"] == CONFIG.lr and calls(name).count("finished") == 3
     drop = lambda lines: [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
     assert drop(seen) == drop(read_jsonl(folder / "metrics.jsonl")) and len(seen) == CONFIG.steps
 

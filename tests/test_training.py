@@ -1,6 +1,6 @@
 """Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`), it trains until it is killed."""
 
-import dataclasses, errno, math, os, shutil, signal, subprocess, sys, time
+import dataclasses, errno, math, os, pickle, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -121,6 +121,17 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, change
     assert result["resumed_from"] == (saved or None) and curve(result["history"]) == whole
 
 
+def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
+    from longhorn_kit.lab.recipe import checkpoint_blocks
+    model, tokens = language_model(), torch.arange(8)[None]
+    checkpoint_blocks(model)
+    copy = pickle.loads(pickle.dumps(model))
+    for p in copy.parameters():
+        p.data.zero_()
+    copy(tokens).sum().backward()
+    assert not copy(tokens).any() and model(tokens).any() and all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("signals, at, saved, says", [
     (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call resumes"),
     (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
@@ -196,7 +207,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
         run(tmp_path, config=dataclasses.replace(short, lr=0.02))
     with pytest.raises(ValueError, match="does not fit this model") as misfit:
         train(Tiny(d=8), TOKENS, VAL, short, tmp_path, quiet=True)
-    with pytest.raises(ValueError, match="the saved position belongs to tokens=2000"):
+    with pytest.raises(ValueError, match="the saved position belongs to text=2000 tokens"):
         run(tmp_path, TOKENS[:1000], short)
     assert all("\n" not in str(error.value) for error in (caught, misfit))
     assert run(tmp_path, config=dataclasses.replace(short, log_every=1, save_total_limit=1))["resumed_from"] == 10

@@ -238,6 +238,10 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected \(B, T\)"):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
     for model in (model, model.model): # packed rows would leak
+        tokens = torch.arange(5)[None]
+        model(tokens, position_ids=tokens)
+        with pytest.raises(ValueError, match="position_ids is given, but texts packed in one row"):
+            model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1]]))
         with pytest.raises(ValueError, match="seq_idx is given, but texts packed in one row"):
             model(batch["input_ids"], seq_idx=torch.zeros(2, 7))
 

@@ -394,6 +394,15 @@ def pieces_of(
     cut = text.find("\n", cut, -1) + 1 or cut # not the last one: both parts need text
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
 
+# %% ../../nbs/machine/data.ipynb #data-106-hash
+def fingerprint(tokens):
+    "Return a text's length and a hash of 64 samples; None without text."
+    if not hasattr(tokens, "__len__"):
+        return None
+    places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
+    digest = hashlib.sha256(b"".join(np.asarray(tokens[at:at + 1024], np.int64).tobytes() for at in places))
+    return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
+
 # %% ../../nbs/machine/data.ipynb #data-107
 class Sampler:
     "Draw batches of windows in an order set by the seed, every window once per epoch."
@@ -431,11 +440,11 @@ class Sampler:
 
     def state_dict(self) -> dict:
         "Return the position, and the settings on which it depends."
-        return {"drawn": self.drawn, "tokens": len(self.tokens), "context": self.context, "seed": self.seed}
+        return {"drawn": self.drawn, "text": fingerprint(self.tokens), "context": self.context, "seed": self.seed}
 
     def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."
         for name, ours in self.state_dict().items():
-            if name != "drawn" and ours != state[name]:
+            if name != "drawn" and ours != state.get(name, ours): # older positions have no text
                 raise ValueError(f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}")
         self.drawn = state["drawn"]

@@ -7,11 +7,10 @@ __all__ = ['SIGNS_OF_LOSS', 'check_launcher', 'make_accelerator', 'distributed',
            'TrainingDiverged', 'WorkerLost', 'peers_watched']
 
 # %% ../../nbs/machine/processes.ipynb #processes-003
-import gc, hashlib, os, signal, socket, threading, time, warnings
+import gc, os, signal, socket, threading, time, warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, Iterator
-import numpy as np
 import psutil # which Accelerate needs
 import torch
 from torch import nn
@@ -152,14 +151,6 @@ def see_folder(folder, host, probe, wait=5.0): # host, probe: of the main proces
             raise ValueError(f"{folder.absolute()} on {socket.gethostname()} is not the folder of process 0, "
                              f"{probe.parent} on {host}; name a folder on a disk that every machine sees")
         time.sleep(0.1)
-
-def fingerprint(tokens):
-    "Return a text's length and a hash of 64 samples; None without text."
-    if not hasattr(tokens, "__len__"):
-        return None
-    places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
-    digest = hashlib.sha256(b"".join(np.asarray(tokens[at:at + 1024]).tobytes() for at in places))
-    return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
 
 # %% ../../nbs/machine/processes.ipynb #processes-013
 def check_alike(starts): # (host, folder, facts) of every process

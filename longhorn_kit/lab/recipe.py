@@ -9,6 +9,7 @@ __all__ = ['Recipe', 'TrainConfig', 'evaluate', 'LossOnly']
 import math, random, sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 import numpy as np
 import torch
@@ -233,12 +234,11 @@ def blocks_of(model):
 def checkpoint_blocks(model):
     "Make every block recompute its activations in the backward pass."
     for block in blocks_of(model):
-        block.forward = rematerialized(block.forward)
+        block.forward = partial(again, block) # a copy of the model runs its own blocks
 
-def rematerialized(forward):
-    "Return a forward function that stores only its inputs."
-    def again(*args, **options):
-        if not torch.is_grad_enabled():
-            return forward(*args, **options)
-        return checkpoint(forward, *args, use_reentrant=False, **options)
-    return again
+def again(block, *args, **options):
+    "Run a block; in training, store only its inputs."
+    forward = partial(type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, **options)

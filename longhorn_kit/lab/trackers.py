@@ -43,7 +43,9 @@ def open_tracker(run: Any, stack: ExitStack) -> None: # run: `Run` of the traini
     if name == "none" or not run.accelerator.is_main_process:
         return
     if before.get("config", {}).get("track") == name:
-        seen = run.step if name == "tensorboard" else max((line["step"] for line in read_jsonl(metrics)), default=0)
+        steps = [line["step"] for line in read_jsonl(metrics)] # an attempt cuts them at its checkpoint
+        seen = run.step if name == "tensorboard" else max([*steps, before["attempts"][-1].get("tracked", 0)])
+    run.tracked = seen
     tracker = start_tracker(name, run, seen)
     stack.callback(tracker.finish)
     numbers = lambda line: {name: value for name, value in line.items() if name != "step"}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
-from .data import Sampler
+from .data import Sampler, fingerprint
 from .processes import (
-    TrainingDiverged, check_alike, fingerprint, gradients_exchanged, make_accelerator, graceful_shutdown, only_run_in,
-    peers_watched, see_folder, shard, sharding_of, together)
+    TrainingDiverged, check_alike, gradients_exchanged, make_accelerator, graceful_shutdown, only_run_in, peers_watched,
+    see_folder, shard, sharding_of, together)
 from .recipe import (
     LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
     parameter_groups, seed_all, set_lr)
@@ -75,6 +75,7 @@ class Run:
     history: list = field(default_factory=list) # metrics written
     log: object = None # log(line) passes a line of metrics to the tracker
     id: str = "" # name of the run in trackers
+    tracked: int = 0 # steps that the tracker had before this attempt
     votes: tuple = () # votes of this process for the next step
     heard: object = None # heard() returns the counts of the latest votes
     clock: float = 0.0 # start time of the pending steps
@@ -225,7 +226,8 @@ def record_attempt(run, beside):
     "Write config.json with this attempt, and metrics.jsonl up to the checkpoint."
     if run.accelerator.is_main_process:
         before, parameters = run.known["attempts"] if run.known else [], sum(p.numel() for p in run.model.parameters())
-        attempt = dict(from_step=run.step, engine=engine(run), command=command_line(), environment=environment())
+        attempt = dict(from_step=run.step, tracked=run.tracked, engine=engine(run))
+        attempt |= dict(command=command_line(), environment=environment())
         for name, content in beside.items() if not run.known else ():
             write_record(run.folder / name, content)
         record = {"id": run.id, "config": run.config, "parameters": parameters, "attempts": [*before, attempt]}

@@ -98,7 +98,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     "Equation (1) in slices; the forward pass computes the gradients."
     @staticmethod
     def forward(h, weight, targets, chunk, learns, dtype):
-        table, counted = weight.to(dtype), (targets >= 0).sum().clamp(min=1)
+        table, count = weight.to(dtype), (targets >= 0).sum()
+        counted = count.clamp(min=1) # without targets the loss is NaN and its gradient 0, as in PyTorch
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=h.device)
         dh, dweight = (torch.zeros_like(t if learns else t[:0]) for t in (h, weight))
         for first in range(0, len(h), chunk):
@@ -109,7 +110,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if learns:
                 dh[rows] = (error @ table) / counted
                 dweight += (error.T @ x) / counted
-        return total / counted, dh, dweight
+        return total / count, dh, dweight
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -23,6 +23,7 @@ from .baselines import AttentionCache, PaddedCache
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide
+from ..scan.launch import unwatched
 
 mend_torchvision()
 try:
@@ -234,9 +235,21 @@ class LonghornPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
 
-# %% ../../nbs/machine/transformers.ipynb #24_transformers-023
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") # arguments with which collators mark several texts in a row
+# %% ../../nbs/machine/transformers.ipynb #24_transformers-023-pack
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "position_ids") # with which collators pack texts
 
+def packed_by(options: dict, mask: Any) -> str | None: # of a forward call
+    "Name the argument that puts several texts in a row."
+    for name in _PACKED:
+        given = options.get(name)
+        if given is not None and (name != "position_ids" or mask is None and starts_again(given)):
+            return name
+
+def starts_again(positions: Tensor) -> bool: # (B,T)
+    "Check whether positions fall within a row."
+    return unwatched() and bool((positions.diff() < 0).any())
+
+# %% ../../nbs/machine/transformers.ipynb #24_transformers-023
 class LonghornModel(LonghornPreTrainedModel):
     "Map tokens to the stream after the last norm."
 
@@ -263,8 +276,8 @@ class LonghornModel(LonghornPreTrainedModel):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 inputs_embeds: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = None,
                 output_hidden_states: bool | None = None, **ignored: Any) -> Any:
-        if packed := [name for name in _PACKED if ignored.get(name) is not None]:
-            raise ValueError(f"{packed[0]} is given, but texts packed in one row would share a state; pad them instead")
+        if name := packed_by(ignored, attention_mask):
+            raise ValueError(f"{name} is given, but texts packed in one row would share a state; pad them instead")
         h, cache = self.embed(input_ids, inputs_embeds), past_key_values
         if cache is not None and not isinstance(cache, LonghornCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out; "

@@ -107,8 +107,8 @@ def _head(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.d
         if learns:
             torch.mm(logits, table, out=dh[rows])
             _add_product(dweight, logits, x)
-    share = 1 / (targets >= 0).sum().clamp(min=1)
-    return losses.sum() * share, dh, dweight, share
+    count = (targets >= 0).sum()
+    return losses.sum() / count, dh, dweight, 1 / count.clamp(min=1)
 
 
 _operation = custom_op("longhorn_kit::linear_cross_entropy", mutates_args=())(_head)
