@@ -45,6 +45,13 @@ def test_one_import_registers_every_model_and_says_if_timm_is_missing():
     assert done.returncode == 0, done.stderr
 
 
+def test_weights_drawn_again_scale_no_update_twice():
+    model = build(NANO[0])
+    before = [block.mixer.out_proj.weight.clone() for block in model.blocks]
+    model.init_weights()
+    assert all(torch.equal(block.mixer.out_proj.weight, weight) for block, weight in zip(model.blocks, before))
+
+
 # timm's own model tests, on the small models
 
 @pytest.mark.parametrize("name", NANO)

@@ -199,6 +199,8 @@ class VisionLonghorn(VisionBase):
         self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.init_weights()
+        for block in self.blocks: # their updates add up
+            block.mixer.out_proj.weight.data.div_(math.sqrt(depth))
 
     def forward(self, x: Tensor) -> Tensor: return self.forward_head(self.forward_features(x))
 

@@ -6,8 +6,6 @@
 __all__ = ['SIZES', 'INPUTS', 'default_cfgs', 'checkpoint_filter_fn', 'register_models']
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-004
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -28,15 +26,13 @@ class VisionWeights(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, mode: str = ""):
-        "Draw small tokens and a small head; scale each block's update by 1/sqrt(depth)."
+        "Draw small tokens and a small head."
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
         filters = self.patch_embed.proj
         trunc_normal_(filters.weight, std=(1 / filters.weight[0].numel()) ** 0.5)
         nn.init.zeros_(filters.bias)
-        for block in self.blocks:
-            block.mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
         self.init_head()
 
     def init_head(self):
