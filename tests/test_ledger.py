@@ -7,7 +7,7 @@ import pytest
 
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
-from longhorn_kit.lab.forest import axis, forest, picture
+from longhorn_kit.lab.forest import WIDE, axis, forest, picture
 from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
 from longhorn_kit.lab.stats import Comparison, judge
 from longhorn_kit.records import write_record
@@ -160,6 +160,13 @@ def test_plot_is_text_that_names_every_row_and_verdict(narrow):
     width, height = map(float, root.get("viewBox").split()[2:])
     assert all(0 <= float(e.get("x")) <= width and 0 < float(e.get("y")) <= height for e in texts)
     assert "prefers-color-scheme: dark" in svg and svg.count("<circle") == 2, "a ring and a disc"
+
+
+def test_a_claim_as_good_has_its_line_at_the_margin():
+    rows = measured(Comparison("as good", (-0.002, -0.0021, -0.0019), margin=0.005, searched=0), Comparison("below", (0.001, 0.0011, 0.0009)))
+    place, _ = axis(rows, "points", WIDE["plot"])
+    lines = [float(x) for x in re.findall(r'd="M([\d.]+) \d+v', picture(rows))]
+    assert lines == pytest.approx([place(-0.005), place(0)], abs=0.1) and lines[0] < place(-0.002) < lines[1]
 
 
 def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():

@@ -47,9 +47,9 @@ def test_walk_ends_at_a_rate_whose_neighbours_are_worse_or_at_the_end(curve):
 
 def test_plan_is_the_committed_one():
     "A change of groups, rates or recipe needs a new plan, committed before its runs."
-    assert plan_of(EXPERIMENT.presets["gpu"]) == one_pass.PLAN
+    assert plan_of(EXPERIMENT.presets["gpu"], 1289) == one_pass.PLAN and plan_of(EXPERIMENT.presets["gpu"], 1288)["commit"] is None
     for change in (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5])):
-        assert plan_of(replace(EXPERIMENT.presets["gpu"], **change))["commit"] is None
+        assert plan_of(replace(EXPERIMENT.presets["gpu"], **change), 1289)["commit"] is None
 
 
 def test_names_of_models_are_unique_and_every_pair_is_planned():
@@ -150,6 +150,20 @@ def test_a_model_that_diverges_does_not_ease_the_other_verdicts():
     absent = compare_losses(record, "others") # planned for the same claim, and not run
     assert [c.planned for c in absent] == [True] * 3 and not any(c.differences for c in absent)
     assert compare_losses(record, "laptop") == [] == compare_losses(record | {"scale": "laptop"}, "paper")
+
+
+def test_a_seed_of_another_group_takes_no_verdict_away():
+    record = toy({"exact N=64": 1.0, "one rate N=64": 2.0}, group="others")
+    record["results"]["groups"]["others"][0]["runs"][4]["diverged"] = 7 # seed 5; this group has three
+    assert outcomes("other-layers-once", record)[0][1].verdict == "holds"
+    assert "exact N=64" in find_claim("other-layers-once").about(record | {"results": record["results"] | {"groups": {"others": [
+        model | dict(parameters=1e6, state_numbers=1000, function="f") for model in record["results"]["groups"]["others"]]}}})
+
+
+def test_a_text_that_is_too_short_for_a_step_is_one_sentence(tmp_path):
+    (tmp_path / "short.txt").write_text("a few words\n" * 40)
+    with pytest.raises(ValueError, match=r"the text has \d+ bytes to train on; one step reads 513"):
+        run(EXPERIMENT, "laptop", tmp_path / "run", workers=0, data=str(tmp_path / "short.txt"), **TINY | dict(context=64, rows=8, val=64))
 
 
 def test_missing_models_count_in_the_correction():

@@ -53,6 +53,14 @@ def test_in_this_process_errors_are_raised(tmp_path, monkeypatch):
         run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
 
 
+def test_a_preset_without_processes_goes_on_after_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TOY_FAILS", "mamba")
+    monkeypatch.setattr("os.cpu_count", lambda: 0) # as a preset on a GPU with `per_gpu = 0`
+    record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
+    assert record["missing"] == 3 and capsys.readouterr().err.count("ValueError: the toy is broken") == 6
+    assert all("Traceback" in note.read_text() for note in tmp_path.glob("jobs/*/error-*.txt"))
+
+
 def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected):
     first = run(toy.EXPERIMENT, folder=tmp_path, workers=2, minutes=1 / 60, pause=0.1)
     assert 0 < first["missing"] <= 9

@@ -46,6 +46,7 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
     "Return the scale of an axis, a function from values to pixels, and its ticks."
     both = [(row.judgement.difference, row.comparison.published) for row in rows]
     values = [value for pair in both for value in pair if value is not None]
+    values += [row.comparison.margin for row in rows] if unit != "times" else []
     spread = [end for row in rows for end in (row.judgement.low, row.judgement.high)]
     if unit == "times":
         values = [abs(math.log2(value)) for value in values + spread]
@@ -108,7 +109,8 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
                 size = f'width="{layout["width"]}" height="{layout["step"]}"'
                 parts.append(f'<rect x="0" y="{line}" {size} style="fill:var(--band)"/>')
             down = f"{line + layout['above']}v{layout['step'] - layout['above']}"
-            parts.append(f'<path d="M{zero:.1f} {down}" style="stroke:var(--dim)"/>')
+            bound = zero if unit == "times" else place(-row.comparison.margin)
+            parts.append(f'<path d="M{bound:.1f} {down}" style="stroke:var(--dim)"/>')
             parts += _row(row, line, place, layout)
         y = top + len(panel) * layout["step"] + 16
         parts += [_text(place(tick), y, f"{tick:g}".replace("-", "\u2212"), "dim", "middle") for tick in ticks]

@@ -62,13 +62,13 @@ PRESETS = {"gpu": OnePass(), "laptop": OnePass(
     rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2), gpu=False)}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
-PLAN = {"commit": "29aa7e664628", "hash": "20c7a367046d32fc"}
+PLAN, STEPS = {"commit": "29aa7e664628", "hash": "20c7a367046d32fc"}, 1289 # steps through the text of the plan
 FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")} # arguments of `fit`
 
-def plan_of(config: OnePass) -> dict:
+def plan_of(config: OnePass, steps: int) -> dict:
     "Return the hash of a scale's plan, and the commit that fixed it if it is the plan of this page."
     found = plan_hash(RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")})
-    whole = replace(PRESETS["gpu"], groups=config.groups, data=config.data) == config
+    whole = steps >= STEPS and replace(PRESETS["gpu"], groups=config.groups, data=config.data) == config
     return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] and whole else None}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-028
@@ -216,11 +216,20 @@ def walked(job, config: OnePass, results: Results) -> tuple: # job: rate -> sett
             losses[rate] = math.nan if row["bits_per_byte"] is None else row["bits_per_byte"]
     return [job(lr) for lr in losses], best
 
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048-steps
+def steps_of(config: OnePass, texts: Texts) -> int:
+    "Return the steps of one pass; ValueError if the text is too short for one."
+    steps = min(config.tokens, len(texts.corpus.train) - 1) // (config.context * config.rows)
+    if steps < 1:
+        raise ValueError(f"the text has {len(texts.corpus.train):,} bytes to train on; one step reads "
+                         f"{config.context * config.rows + 1:,}")
+    return steps
+
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048
 def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]: # -> model, its walk, its judged jobs
     "Yield the settings known so far for every model of a group, and the rate that the walk chose, or None."
     texts, planned = open_texts(**text_of(config)), GROUPS[group]
-    steps = min(config.tokens, len(texts.corpus.train) - 1) // (config.context * config.rows)
+    steps = steps_of(config, texts)
     same = {"text": texts.summary(), "steps": steps, "gpu": config.gpu, "warmup": RECIPE["warmup"], **FIXED}
     same |= {name: getattr(config, name) for name in ("context", "rows", "points")}
     for model in planned.models:
@@ -250,10 +259,11 @@ def summarize(config: OnePass, results: Results) -> dict:
             facts = {name: first[0][name] for name in FACTS} if first else {}
             groups.setdefault(group, []).append({
                 "name": model.name, "mixer": model.mixer, "lr": best, "runs": runs, **facts,
-                "bracket": {f"{row['settings']['lr']:g}": row["bits_per_byte"] for row in first},
+                "bracket": {str(row["settings"]["lr"]): row["bits_per_byte"] for row in first},
                 "bracket_seconds": sum(row["seconds"] for row in first)})
     kept = {name: found for name, found in groups.items() if name in config.groups or any(m["bracket"] for m in found)}
-    return open_texts(**text_of(config)).summary() | {"plan": plan_of(config), "groups": kept}
+    texts = open_texts(**text_of(config))
+    return texts.summary() | {"plan": plan_of(config, steps_of(config, texts)), "groups": kept}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)

@@ -109,7 +109,8 @@ def seeds_of(model: dict, n: int) -> dict: # n: seeds of the group
 def doubt_about(pair: tuple, found: dict, n: int) -> str:
     "Say why a pair of models has no verdict yet; empty if it can have one."
     models = [found[name] for name in pair]
-    failed = [model["name"] for model in models if any(run.get("diverged") for run in model["runs"])]
+    lost = lambda model: any(run.get("diverged") for run in model["runs"] if run["seed"] <= n)
+    failed = [model["name"] for model in models if lost(model)]
     if failed:
         return f"{' and '.join(failed)} diverged"
     least = min(len(seeds_of(model, n)) for model in models)
@@ -156,9 +157,11 @@ def compare_tokens_saved(record: dict, *groups: str) -> list[Comparison]:
 
 # %% ../../nbs/machine/plan.ipynb #plan-024
 def about_one_pass(record: dict, *groups: str) -> str:
-    "Describe groups of a run: unique bytes, and parameters, state, function and rate of every model."
+    "Describe the compared models of a run: unique bytes, and parameters, state, function and rate of every model."
     results, settings = record["results"], record["settings"]
-    models = [model for name in groups for model in results["groups"].get(name, ()) if model.get("parameters")]
+    pairs = [pair for group in map(GROUPS.get, groups) for pair in (*group.below, *group.as_good, *group.fewer)]
+    names = {name for pair in pairs for name in pair}
+    models = [model for name, model in models_of(record).items() if name in names and model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
     each = "".join(
         f"; {model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "

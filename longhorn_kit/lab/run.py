@@ -100,12 +100,24 @@ class Here:
     "Run a job at once, in this process."
     workers = 1
 
+    def __init__(self, keeps: bool = False): # keeps: raise an error in `result` only, so that other jobs go on
+        self.keeps, self.error = keeps, ""
+
     def submit(self, function: Callable, *arguments: Any) -> "Here":
-        function(*arguments)
+        self.error = ""
+        try:
+            function(*arguments)
+        except Exception:
+            if not self.keeps:
+                raise
+            self.error = traceback.format_exc()[-8000:]
         return self
 
+    def result(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
     def done(self) -> bool: return True
-    def result(self) -> None: pass
     def cancel(self) -> None: pass
 
 # %% ../../nbs/machine/run.ipynb #run-018
@@ -319,12 +331,11 @@ def keep_other_record(folder: Path, config: Any) -> None:
 # %% ../../nbs/machine/run.ipynb #run-026-3
 def finish(experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int) -> dict:
     "Write the record of a run, or the partial one, and return it."
-    folders = dict.fromkeys(map(results.job_folder, experiment.jobs(config, results)))
-    done = [row for job in folders if (row := results.read(job))]
+    found, done = experiment.summarize(config, results), results.known.values() # read for it, or for the list of jobs
     made = {name: sorted({row["made"][name] or "unknown" for row in done}) for name in ("commit", "device")}
     record = to_plain({
         "experiment": experiment.name, "scale": scale, "settings": asdict(config),
-        "results": experiment.summarize(config, results), "missing": left, "made": made,
+        "results": found, "missing": left, "made": made,
         "environment": environment(), "command": command_line(),
         "seconds": round(sum(row["seconds"] for row in done), 1)})
     name, other = ("partial", "record") if left else ("record", "partial")
@@ -345,9 +356,10 @@ def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, op
     gpus = visible_gpus() if on_gpu else []
     if on_gpu and not gpus:
         raise ValueError("this scale needs a GPU, and this machine has none; use scale laptop")
-    if workers is None:
+    keeps = workers is None
+    if keeps:
         workers = len(gpus) * getattr(config, "per_gpu", 1) if on_gpu else os.cpu_count()
-    return Processes(workers, gpus, module) if workers else Here()
+    return Processes(workers, gpus, module) if workers else Here(keeps)
 
 def visible_gpus() -> list[str]:
     "Return the numbers of the GPUs that this process may use."
