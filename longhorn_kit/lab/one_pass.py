@@ -262,8 +262,7 @@ def summarize(config: OnePass, results: Results) -> dict:
                 "bracket": {str(row["settings"]["lr"]): row["bits_per_byte"] for row in first},
                 "bracket_seconds": sum(row["seconds"] for row in first)})
     kept = {name: found for name, found in groups.items() if name in config.groups or any(m["bracket"] for m in found)}
-    texts = open_texts(**text_of(config))
-    return texts.summary() | {"plan": plan_of(config, steps_of(config, texts)), "groups": kept}
+    return open_texts(**text_of(config)).summary() | {"plan": plan_of(config, tried[0]["steps"]), "groups": kept}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)

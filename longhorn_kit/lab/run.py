@@ -10,6 +10,7 @@ __all__ = ['ERRORS', 'LOSSES', 'LOST', 'Experiment', 'Results', 'one_job', 'devi
 # %% ../../nbs/machine/run.ipynb #run-003
 import hashlib, json, math, multiprocessing, os, shutil, signal, sys, threading, time, traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,25 +101,18 @@ class Here:
     "Run a job at once, in this process."
     workers = 1
 
-    def __init__(self, keeps: bool = False): # keeps: raise an error in `result` only, so that other jobs go on
-        self.keeps, self.error = keeps, ""
+    def __init__(self, keeps: bool = False): # keeps: an error is the job's, so that others go on
+        self.keeps = keeps
 
-    def submit(self, function: Callable, *arguments: Any) -> "Here":
-        self.error = ""
+    def submit(self, function: Callable, *arguments: Any) -> Future:
+        job = Future()
         try:
-            function(*arguments)
+            job.set_result(function(*arguments))
         except Exception:
             if not self.keeps:
                 raise
-            self.error = traceback.format_exc()[-8000:]
-        return self
-
-    def result(self) -> None:
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def done(self) -> bool: return True
-    def cancel(self) -> None: pass
+            job.set_exception(RuntimeError(traceback.format_exc()[-8000:]))
+        return job
 
 # %% ../../nbs/machine/run.ipynb #run-018
 class Lost(RuntimeError):
