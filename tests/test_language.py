@@ -200,6 +200,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
 @pytest.mark.parametrize("call, match", [
     (lambda folder: run(EXPERIMENT, "moon", folder), "language has no scale 'moon'; it has: laptop, gpu, paper"),
     (lambda folder: rehearse(TOY, folder, data=""), "name the text with --data"),
+    (lambda folder: rehearse(TOY, folder, data=str(Path(__file__).parent)), r"is a folder; name its files, such as .*/\*\.txt"),
     (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
     (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
     (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),

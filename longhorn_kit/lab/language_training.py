@@ -68,13 +68,13 @@ def open_texts(
 ) -> Texts:
     "Open a text, from the cache if possible; ValueError or OSError if it fails."
     folder = Path(source).expanduser()
-    if source == "stdlib" or not folder.is_dir() or (folder / "train.bin").exists(): # the last one is nanoGPT's
+    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
+    if source == "stdlib" or not glob.glob(trained) or (folder / "train.bin").exists(): # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
         tokens, size = stretches(corpus.val, val), corpus.index["val"]["bytes"]
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
-    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
     corpus = prepare(trained, tokenizer, held)
     parts = {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)}
     return Texts(corpus, parts)
