@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.matrix import matrix_scan
 from longhorn_kit.scan.op import FORMS, longhorn_scan
 from scan_cases import DEVICE
+from test_matrix import CASES, draw
 
 GPU = DEVICE == "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -81,6 +83,28 @@ def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
     assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), make(1, 11, 3, 4, FP32, gate), [6])
 
 
+RULES = pytest.mark.parametrize("decay, delta, bonus", CASES)
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@RULES
+@pytest.mark.parametrize("backend", ("chunked", "reference"))
+def test_later_steps_change_no_output_of_a_matrix_scan(backend, decay, delta, bonus):
+    a = draw(decay, delta, bonus, B=1, T=70, H=2, N=16, P=16, dtype=FP32)
+    inputs = [name for name in a if name not in ("bonus", "initial_state")]
+    scan = lambda a: matrix_scan(**a, backend=backend)
+    assert_causal(scan, a, (1, 20, 67), [inputs, *([name] for name in inputs)])
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@RULES
+def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(decay, delta, bonus):
+    "No number can be looked at there."
+    a = draw(decay, delta, bonus, B=1, T=40, H=2, dtype=FP32)
+    scan = lambda a: torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))({n: t[None] for n, t in a.items()})[0]
+    assert_causal(scan, a, (20,), (("k",), ("x",)))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
 @pytest.mark.parametrize("N", (4, 16, 64))
@@ -129,6 +153,25 @@ def test_gradients_of_earlier_outputs_by_later_inputs_are_zero(form, backend):
         grads = torch.autograd.grad(out[:, :at].float().square().sum(), list(leaves.values()))
         for name, grad in zip(INPUTS, grads):
             assert grad[:, at:].eq(0).all() and grad[:, :at].ne(0).any(), (name, at)
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU's scans")
+@RULES
+def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
+    "By later inputs they are zero; by earlier ones they stay, also where an early query times a later key overflows."
+    a = draw(decay, delta, bonus, B=1, T=70, H=2, dtype=FP32)
+    a["q"][:, :36] *= 1e10
+    def gradients(a, at):
+        leaves = {n: t.requires_grad_() for n, t in a.items()}
+        out = matrix_scan(**leaves, backend="chunked")
+        return dict(zip(leaves, torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))))
+    for at in (16, 20, 33):
+        want, other = gradients(a, at), {n: t.detach().clone() for n, t in a.items()}
+        other["k"][:, 40] *= 1 if delta else 1e30 # the delta rule would square it
+        got = gradients(other, at)
+        for name in set(a) - {"bonus", "initial_state"}:
+            assert want[name][:, at:].eq(0).all() and want[name][:, :at].ne(0).any(), (name, at)
+            assert same_bits(got[name], want[name]), (name, at)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import check_choice, check_matrix_arguments, check_tensor
+from .exact_chunks import causal_read
 from .fla import fla_matrix_scan, fla_obstacle
 from .reference import compute_dtype, no_autocast, widened
 
@@ -65,10 +66,10 @@ def decayed_products(
     "Return `sum_n a_tn b_sn exp(g_tn - g_sn)` for s <= t + diagonal, else 0; no exponent is above 0."
     ahead = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device).triu(1 + diagonal)
     if g_a.shape[-1] == 1:
-        return (a @ b.mT) * (g_a - g_b.mT).to(a.dtype).masked_fill(ahead, -torch.inf).exp()
+        return (a @ b.mT).tril(diagonal) * (g_a - g_b.mT).to(a.dtype).masked_fill(ahead, -torch.inf).exp()
     fade = (g_a[..., :, None, :] - g_b[..., None, :, :]).to(a.dtype)
     fade = fade.masked_fill(ahead[..., None], -torch.inf).exp()
-    return ((a[..., :, None, :] * fade) * b[..., None, :, :]).sum(-1)
+    return ((a[..., :, None, :] * fade) * b[..., None, :, :]).sum(-1).tril(diagonal)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-019
 def corrections(
@@ -101,12 +102,13 @@ def inside_chunks(
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-025
 def between_chunks(q, k, u, w, inside, fade, S):
     "Return read-outs (B,H,chunks,C,P) and the last state; q and k carry their decays."
-    reads = []
-    for c in range(q.shape[2]):
-        written = u[:, :, c] if w is None else u[:, :, c] - w[:, :, c] @ S.mT
-        reads.append(q[:, :, c] @ S.mT + inside[:, :, c] @ written)
-        S = S * fade[:, :, c] + written.mT @ k[:, :, c]
-    return torch.stack(reads, 2), S
+    heads, reads = S.shape[:2], []
+    q, k, u, w, inside, fade, S = (t if t is None else t.flatten(0, 1) for t in (q, k, u, w, inside, fade, S))
+    for c in range(q.shape[1]):
+        written = u[:, c] if w is None else u[:, c] - w[:, c] @ S.mT
+        reads.append(causal_read(q[:, c] @ S.mT, inside[:, c], written))
+        S = S * fade[:, c] + written.mT @ k[:, c]
+    return torch.stack(reads, 1).unflatten(0, heads), S.unflatten(0, heads)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-026
 STRONGEST = -800 # bound of log decays: exp gives 0, even in float64; -inf would turn sums into -inf
