@@ -8,8 +8,13 @@ from glob import glob
 from typing import TYPE_CHECKING
 
 # Triton asks once, when it is first imported: on a Linux machine without a GPU its kernels run in its interpreter.
-if sys.platform == "linux" and not any(map(glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Child processes inherit the variable. One that finds a GPU, such as a job of a batch system, takes it back.
+if sys.platform == "linux" and "triton" not in sys.modules:
+    if any(map(glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):
+        if os.environ.pop("LONGHORN_KIT_INTERPRETS", None):
+            os.environ.pop("TRITON_INTERPRET", None)
+    elif "TRITON_INTERPRET" not in os.environ:
+        os.environ.update(TRITON_INTERPRET="1", LONGHORN_KIT_INTERPRETS="1")
 
 # The public names, for type checkers.
 if TYPE_CHECKING:

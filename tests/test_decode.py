@@ -240,10 +240,14 @@ def test_wrong_slots_are_one_sentence():
                               (lambda: step(slots.float()), "state_indices is torch.float32; expected an int32 or int64 tensor"),
                               (lambda: step(slots[:1]), r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t"),
                               (lambda: step(slots, inplace=False), "state_indices needs inplace=True: the states of a pool"),
+                              (lambda: step(slots, state=pool[:1].expand(7, -1, -1)), "its rows share memory and cannot be updated in place"),
+                              (lambda: step(slots, state=pool.as_strided((7, 5, 3), (14, 3, 1))), "its rows share memory"),
                               (lambda: step(slots, state=pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
                               (lambda: step(slots, state=pool[:, :4]), r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t")):
             with pytest.raises(ValueError, match=message):
                 call()
+        step(slots, state=torch.zeros(5, 7, 3, device=DEVICE).transpose(0, 1)) # strided, but apart
+        step(slots, state=torch.zeros(7, 9, 5, 3, device=DEVICE)[:, 0])
 
 
 COMPILE = """

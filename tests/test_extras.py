@@ -242,6 +242,31 @@ assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ("longhorn_kit.scan", "longhorn_kit.scan.matrix"))
+def test_the_scans_are_imported_without_the_compiler(name):
+    done = run(sys.executable, "-c", f"import sys, {name}\nassert 'torch._dynamo' not in sys.modules", cwd=ROOT, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+def test_where_triton_interprets():
+    "Without a GPU, unless it was imported before; a child process that finds a GPU takes back only what the kit set."
+    code = "import glob, os, sys\nglob.glob = lambda path: {}\n{}\nimport longhorn_kit\nprint(os.environ.get('TRITON_INTERPRET'))"
+    python = ("env", "-u", "TRITON_INTERPRET", "-u", "LONGHORN_KIT_INTERPRETS", sys.executable, "-c")
+    def said(gpus, first=""):
+        done = run(*python, code.format(gpus, first), cwd=ROOT, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+    child = "import longhorn_kit, subprocess; subprocess.run([sys.executable, '-c', {!r}]); exit()"
+    assert said([]) == ["1"] and said(["/dev/nvidia0"]) == ["None"] and said([], "import triton") == ["None"]
+    assert said([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
+    assert said([], child.format(code.format([], ""))) == ["1"]
+    assert said(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]
+    late = "import torch, triton\nfrom longhorn_kit import longhorn_scan\nlonghorn_scan(*torch.ones(4, 1, 2, 3), backend='triton')"
+    done = run(*python, late, cwd=ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    assert "ValueError: backend 'triton' cannot run this: q is on cpu, and they need a GPU, or TRITON_INTERPRET=1" in done.stderr
+
+
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
     with pytest.raises(ModuleNotFoundError, match=r'^train-lm needs the extra "lm": pip install "longhorn-kit\[lm\]"$') as error:

@@ -245,6 +245,16 @@ def test_inner_function(extras, level):
     compare(ours, inner_by_definition, case, 1e-4)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="for float64 anywhere, one device is enough")
+def test_inner_function_normalizes_in_float64():
+    new = drawer(4)
+    xz, cw, xp, dp, ow, A, Bw, Cw, dw = (t.double() for t in (
+        new(2, 24, 17), new(12, 1, 3), new(3 + 16, 12), new(12, 3), new(5, 12), -new(12, 8).exp(), new(8), new(8), new(12)))
+    ours = mamba_inner_fn(xz, cw, None, xp, dp, ow, None, A, b_rms_weight=Bw, c_rms_weight=Cw, dt_rms_weight=dw)
+    wanted = inner_by_definition(xz, cw, None, xp, dp, ow, None, A, None, None, None, None, Bw, Cw, dw)
+    torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.parametrize("level", (0, 1))
 def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkeypatch):
     new, calls = drawer(), []
@@ -311,6 +321,15 @@ def mistakes():
         "cache_seqlens is given; a ring of inputs is not supported": lambda: causal_conv1d_update(now, new(2, 6, 3), w, cache_seqlens=idx[:, 0]),
         "checkpoint_lvl is 2; expected one of 0, 1": lambda: mamba_inner_fn(*[u] * 7, A, checkpoint_lvl=2),
         "xz has shape (2, 6, 9); expected (B, 12, L) to match A": lambda: mamba_inner_fn(*[u] * 7, A),
+        "A is NoneType; expected a tensor of shape (D, N)": lambda: mamba_inner_fn(*[u] * 7, None),
+        "delta_proj_weight is NoneType; expected a tensor of shape (6, R)": lambda: mamba_inner_fn(new(2, 12, 9), u, u, u, None, u, u, A),
+        "delta_proj_weight has shape (1, 3); expected (6, R) to match A": lambda: mamba_inner_fn(new(2, 12, 9), u, u, u, new(1, 3), u, u, A),
+        "x_proj_weight has shape (10, 6); expected (11, 6) to match": lambda: mamba_inner_fn(new(2, 12, 9), w, None, new(10, 6), new(6, 3), u, u, A),
+        "x_proj_weight has shape (11, 6); expected (7, 6) to match": lambda: mamba_inner_fn(new(2, 12, 9), w, None, new(11, 6), new(6, 3), u, u, A, keys),
+        "its rows share memory and cannot be updated in place": lambda: selective_state_update(
+            new(1, 6, 4).expand(3, -1, -1), now, now, A, keys[..., 0], keys[..., 0], state_batch_indices=idx[:, 0]),
+        "rows share memory and cannot be updated in place": lambda: causal_conv1d_update(
+            now, new(1, 6, 5).expand(3, -1, -1), w, conv_state_indices=idx[:, 0]),
         "x has shape (2, 5); expected (B, 6) to match state": lambda: step(x=now[:, 1:]),
         "B has shape (2, 3); expected (2, 4) or (2, G, 4) to match state": lambda: step(keys=keys[:, 1:, 0]),
         "B has shape (2, 5, 4) and C (2, 5, 4); expected equal numbers of groups": lambda: step(keys=new(2, 5, 4)),

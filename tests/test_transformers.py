@@ -208,7 +208,10 @@ def test_auto_classes_know_the_model(tmp_path):
 def test_bad_input_is_one_line():
     hf, attention, (tokens, mask, _) = to_transformers(make()), to_transformers(make("attention")), padded(3, 5, side="right")
     for wrong, message in (
-            (lambda: spans(torch.tensor([[1, 0, 1]]), 3, True), "attention_mask has a gap"),
+            (lambda: spans(torch.tensor([[1, 0, 1]]), 1, 3, True), "attention_mask has a gap"),
+            (lambda: hf(tokens, attention_mask=mask[:1]), r"attention_mask has shape \(1, 5\); expected a tensor \(B, T\) with 2 rows"),
+            (lambda: attention(tokens[:1], attention_mask=mask, use_cache=False), r"attention_mask has shape \(2, 5\); expected .* with 1 rows"),
+            (lambda: hf(tokens, attention_mask=mask.tolist()), "attention_mask is list; expected a tensor"),
             (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "expected either"),
             (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
             (lambda: hf(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache; leave it out"),
@@ -235,7 +238,7 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
         torch.testing.assert_close(found, (3 * alone[0] + 6 * alone[1] + math.log(31)) / 10)
     batch["labels"][0, 3] = -100 # whoever does not want it
     torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected \(B, T\)"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
     for model in (model, model.model): # packed rows would leak
         tokens = torch.arange(5)[None]

@@ -115,15 +115,17 @@ class LonghornCache(Cache):
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-013
 def spans(
-    mask: Tensor | None, T: int, # (B,>=T) ones and zeros; the last T columns belong to the new tokens
+    mask: Tensor | None, B: int, T: int, # (B,>=T) ones and zeros; the last T columns belong to the new tokens
     keep: bool,   # the state after them is wanted
 ) -> list | None: # (rows, first, last) of each group of rows; None: nothing is padded
     "Group rows with the same padding, with the ends of their text."
     if mask is None:
         return None
-    if mask.dim() != 2 or mask.shape[1] < T:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected (B, T) with a column for each of "
-                         f"{T} tokens or more")
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else None
+    if shape is None or len(shape) != 2 or shape[0] != B or shape[1] < T:
+        found = f"has shape {shape}" if shape is not None else f"is {type(mask).__name__}"
+        raise ValueError(f"attention_mask {found}; expected a tensor (B, T) with {B} rows, like the tokens, and a column "
+                         f"for each of {T} tokens or more")
     if bool(mask[:, mask.shape[1] - T:].all()):
         return None
     new = mask[:, mask.shape[1] - T:].bool()
@@ -297,7 +299,7 @@ class LonghornModel(LonghornPreTrainedModel):
         "Run the blocks, from `cache` and into it."
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         pasts = [layer and layer.state for layer in layers]
-        groups = spans(mask, h.shape[1], cache is not None)
+        groups = spans(mask, *h.shape[:2], cache is not None)
         if groups and cache is not None and (padded := behind_padding(self.blocks[0].mixer, h, pasts[0], groups)):
             stream, caches = run_blocks(self.blocks, h, [padded] * len(pasts), True)
             outside = mask[:, -h.shape[1]:, None] == 0

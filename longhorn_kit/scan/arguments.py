@@ -116,6 +116,19 @@ def check_conv(
     check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n18c
+def check_integers(name: str, t):
+    "Raise ValueError unless `t` is a tensor of int32 or int64."
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        kind = getattr(t, "dtype", type(t).__name__)
+        raise ValueError(f"{name} is {kind}; expected an int32 or int64 tensor")
+
+def check_apart(state: Tensor): # (rows,D,N)
+    "Raise ValueError if rows share memory, by their strides: an update in place would change them all."
+    row, *strides = state.stride()
+    if not state.is_contiguous() and len(state) > 1 and row <= sum(
+            (n - 1) * stride for n, stride in zip(state.shape[1:], strides) if stride <= row):
+        raise ValueError(f"state has strides {state.stride()}: its rows share memory and cannot be updated in place")
+
 def check_slots(
     slots, x, state, inplace: bool, # (B,) integers or None, (B,..), (slots,..)
     name: str = "state_indices",
@@ -123,9 +136,7 @@ def check_slots(
     "Raise ValueError unless `state_indices` fits a step."
     if slots is None:
         return None
-    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
-        kind = getattr(slots, "dtype", type(slots).__name__)
-        raise ValueError(f"{name} is {kind}; expected an int32 or int64 tensor")
+    check_integers(name, slots)
     check_tensor("x_t", x, ("B", "D"))
     check_tensor("state", state, ("slots", "D", "N"))
     if slots.shape != x.shape[:1] or slots.device != x.device:
@@ -133,6 +144,7 @@ def check_slots(
                          f"expected {tuple(x.shape[:1])} on {x.device} to match x_t")
     if not inplace:
         raise ValueError(f"{name} needs inplace=True: the states of a pool are updated where they are")
+    check_apart(state)
     return len(state)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
@@ -165,9 +177,7 @@ def check_cu_seqlens(
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
         return None
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise ValueError(f"cu_seqlens is {kind}; expected an int32 or int64 tensor")
+    check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (n+1,) for n >= 1 sequences")
     check_tensor(name, q, ("B", "T", axis))
@@ -220,7 +230,8 @@ def transformed(*tensors) -> bool:
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     "Return why no Triton kernel can run these, the first called `name`; None if one can."
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"{name} is on {first.device}, and they need a GPU"
+        return (f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 from before triton is imported; "
+                "without a GPU longhorn_kit sets it, so import longhorn_kit before triton")
     if not HAS_TRITON:
         return "the package triton is not installed"
     for t in (first, *others):

@@ -22,11 +22,14 @@ def _fla_trouble():
         importlib.import_module("fla.ops")
     except Exception as error: # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
+    global _run
+    _run = torch.compiler.disable(_run) # as fla's functions are; only here, since it imports the compiler
 
-@torch.compiler.assume_constant_result # the import itself cannot be compiled
 def fla_trouble() -> str | None:
     "Say why flash-linear-attention cannot be imported; return None if it can."
     return _fla_trouble()
+
+setattr(fla_trouble, "_dynamo_marked_constant", True) # the import itself cannot be compiled
 
 # %% ../../nbs/machine/fla.ipynb #fla-n08
 def fla_obstacle(q: Tensor, x: Tensor, beta: Tensor | None) -> str | None: # (B,T,H,N), (B,T,H,P), (B,T,H)
@@ -82,11 +85,13 @@ def fla_kernel(k, log_decay, beta, bonus):
     return getattr(importlib.import_module("fla.ops"), name), rates
 
 # %% ../../nbs/machine/fla.ipynb #fla-n15
-@torch.compiler.disable # as fla's functions are
-def fla_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
-    "Run `chunked_matrix_scan` on fla's kernels; read-outs in x.dtype, state in float32."
+def _run(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
     kernel, rates = fla_kernel(k, log_decay, beta, bonus)
     state = None if initial_state is None else initial_state.mT.contiguous()
     y, S = kernel(q.contiguous(), k.contiguous(), x.contiguous(), *rates,
                   scale=1.0, initial_state=state, output_final_state=True)
     return y, S.mT
+
+def fla_matrix_scan(*args, **options):
+    "Run `chunked_matrix_scan` on fla's kernels; read-outs in x.dtype, state in float32."
+    return _run(*args, **options)

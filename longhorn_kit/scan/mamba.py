@@ -275,11 +275,18 @@ def mamba_inner_fn(
     "Run mamba-ssm's `mamba_inner_fn`, a Mamba layer after its first projection: return (B,L,E). Raises ValueError."
     check_rates(A)
     check_choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
+    check_tensor("A", A, ("D", "N"))
     check_tensor("xz", xz, ("B", 2 * len(A), "L"), like="A")
-    (x, z), N, R = xz.chunk(2, 1), A.shape[1], delta_proj_weight.shape[1]
+    (x, z), (width, N), fit = xz.chunk(2, 1), A.shape, dict(like="A", device=xz.device)
+    check_tensor("delta_proj_weight", delta_proj_weight, (width, "R"), **fit)
+    R, fit["like"] = delta_proj_weight.shape[1], "A and delta_proj_weight"
+    check_tensor("x_proj_weight", x_proj_weight, (R + N * (B is None) + N * (C is None), width), **fit)
 
     def normed(t, weight):
-        return t if weight is None else F.rms_norm(t.float(), weight.shape, weight.float(), b_c_dt_rms_eps).to(t.dtype)
+        if weight is None:
+            return t
+        whole, scale = widened(t, weight)
+        return F.rms_norm(whole, scale.shape, scale, b_c_dt_rms_eps).to(t.dtype)
 
     def from_x(given, columns, bias, weight): # (B,L,N) of the projection, as (B,N,L)
         if given is not None:

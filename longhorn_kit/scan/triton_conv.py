@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .arguments import in_range
+from .arguments import check_apart, in_range
 from .chunked import once_only
 from .launch import changed, differentiable, in_eager, launch
 from .triton_portable import (
@@ -320,9 +320,8 @@ def overlapped(device: torch.device) -> dict:
 
 def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
     "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
+    check_apart(state)
     packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
-    if packed and len(state) > 1 and state.stride(0) < state.shape[1] * state.shape[2]:
-        raise ValueError(f"state has strides {state.stride()}: its rows share memory and cannot be updated in place")
     whole = state if packed and not (INTERPRETED and state.dtype == torch.bfloat16) else state.float().contiguous()
     result = run(whole)
     return result if whole is state else (result, state.copy_(whole))[0]
