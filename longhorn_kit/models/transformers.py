@@ -124,8 +124,8 @@ def spans(
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != B or shape[1] < T:
         found = f"has shape {shape}" if shape is not None else f"is {type(mask).__name__}"
-        raise ValueError(f"attention_mask {found}; expected a tensor (B, T) with {B} rows, like the tokens, and a column "
-                         f"for each of {T} tokens or more")
+        raise ValueError(f"attention_mask {found}; expected a tensor (B, T) with {B} rows, and a column for each "
+                         f"of {T} tokens or more")
     if bool(mask[:, mask.shape[1] - T:].all()):
         return None
     new = mask[:, mask.shape[1] - T:].bool()

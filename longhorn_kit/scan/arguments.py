@@ -230,7 +230,7 @@ def transformed(*tensors) -> bool:
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     "Return why no Triton kernel can run these, the first called `name`; None if one can."
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return (f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 from before triton is imported; "
+        return (f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 before triton is imported; "
                 "without a GPU longhorn_kit sets it, so import longhorn_kit before triton")
     if not HAS_TRITON:
         return "the package triton is not installed"
