@@ -61,6 +61,11 @@ def test_mamba_decodes_like_mambapy():
     torch.testing.assert_close(state.S, cache[0], atol=1e-5, rtol=1e-4)
 
 
+def test_rates_of_a_float64_mamba_are_not_rounded():
+    layer = build_mixer("mamba", 8).double()
+    assert torch.equal(layer.rates(None), -layer.A_log.exp())
+
+
 def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
     layer = Mamba(512)
     delta = F.softplus(layer.dt_proj.bias)

@@ -1,15 +1,17 @@
 """The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
 import errno, json, math, os, re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
+from torch.nn.utils import prune
 
 from mixers import every_mixer
 from test_baselines import rms
-from longhorn_kit.models import LMConfig, SequenceLM, files, lm
+from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
 from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
 from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 
@@ -43,6 +45,62 @@ def test_steps_can_start_from_an_empty_cache():
         torch.testing.assert_close(logits, model(tokens)[:, 0])
         last, _ = model.prefill(tokens, last_only=True)
         torch.testing.assert_close(last, model(tokens)[:, -1:])
+
+
+@every_mixer
+def test_a_hook_on_a_mixer_acts_in_training_and_in_decoding(name):
+    "A hook on a mixer changes input and output of every call, with a cache and without."
+    model, tokens = make(mixer=name).eval(), torch.randint(40, (2, 7))
+    with torch.no_grad():
+        whole = model(tokens)
+        for put in (lambda mixer: mixer.register_forward_hook(lambda mixer, inputs, y: -y),
+                    lambda mixer: mixer.register_forward_pre_hook(lambda mixer, inputs: (3 * inputs[0],))):
+            hook = put(model.blocks[0].mixer)
+            want, (first, cache) = model(tokens), model.prefill(tokens[:, :6])
+            torch.testing.assert_close(first, want[:, :6])
+            torch.testing.assert_close(model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(want, whole, atol=1e-4)
+            hook.remove()
+
+
+def test_an_output_layer_of_its_own_is_called():
+    model, other, tokens = *(make(seed, tie_embeddings=False).eval() for seed in (0, 1)), torch.randint(40, (2, 7))
+    with torch.no_grad():
+        whole = model(tokens)
+        hook = model.lm_head.register_forward_hook(lambda layer, inputs, y: 2 * y)
+        for logits in (model(tokens), model.prefill(tokens)[0]):
+            torch.testing.assert_close(logits, 2 * whole)
+        for chunk in (0, 3):
+            torch.testing.assert_close(model.loss(tokens, tokens, chunk=chunk), lm.mean_loss(2 * whole, tokens))
+        hook.remove()
+    for one in (model, other):
+        prune.l1_unstructured(one.lm_head, "weight", 0.5)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(tokens), model(tokens))
+    for _ in range(2): # each backward has a new graph
+        other.loss(tokens, tokens, chunk=3).backward()
+
+
+@every_mixer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_linear_layers_can_be_quantised(name):
+    "PyTorch's dynamic quantisation of the linear layers leaves a model that reads and decodes."
+    model, tokens = make(mixer=name, tie_embeddings=False).eval(), torch.randint(40, (2, 7))
+    small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        assert torch.cosine_similarity(small(tokens).flatten(), model(tokens).flatten(), 0) > 0.95
+        logits, cache = small.prefill(tokens[:, :6])
+        assert small.step(tokens[:, 6], cache)[0].shape == small.step(tokens[:, 6], small.empty_cache(2))[0].shape == (2, 40)
+
+
+@every_mixer
+def test_a_model_on_the_meta_device_gives_shapes(name):
+    "A model without memory reads and decodes tokens without values."
+    with torch.device("meta"):
+        model, tokens = make(mixer=name), torch.zeros(2, 7, dtype=torch.long)
+        logits, loss = model(tokens, tokens)
+        _, cache = model.prefill(tokens)
+        assert logits.shape == (2, 7, 40) and loss.is_meta and model.step(tokens[:, 0], cache)[0].shape == (2, 40)
 
 
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
@@ -469,6 +527,13 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     (lambda m: m(TOKENS, TOKENS[:, 1:]), r"targets has shape \(2, 2\); expected \(2, 3\) to match tokens"),
     *((lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, TOKENS + wrong), f"targets has the value {wrong}; expected 0 to 39, or -100")
       for wrong in (77, -1) for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))),
+    *((lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, wrong), f"targets is {kind}; expected integers of shape {re.escape('(2, 3)')}")
+      for wrong, kind in [(TOKENS + 0.9, "torch.float32"), (TOKENS > 0, "torch.bool"), (TOKENS.tolist(), "list")]
+      for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))),
+    (lambda m: m.loss(TOKENS, None), "targets is NoneType; expected integers"),
+    *((lambda m, wrong=wrong: m.step(TOKENS[:, 0], wrong(m)), f"cache has {count} entries; expected 2, one for each block")
+      for wrong, count in [(lambda m: m.empty_cache(2)[:1], 1), (lambda m: 2 * m.empty_cache(2), 4), (lambda m: None, 0)]),
+    (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"),
     (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
     (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
     *((lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message) for wrong, message in [
@@ -502,6 +567,15 @@ def test_configs_survive_json(name):
     "A model's config survives JSON."
     config = LMConfig(mixer=name, dropout=0.1, d_mlp=3)
     assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_integers_of_numpy_are_integers():
+    two, options = np.int64(2), dict(d_state=np.int32(3))
+    model = make(d_model=np.int64(16), n_layer=two, mixer_options=options)
+    json.dumps(model.config.to_dict())
+    assert model.generate(TOKENS, two, top_k=two, seed=0).shape == (2, 5)
+    layer = Longhorn(np.int64(16), **options)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(1, 4, 16)), layer(torch.ones(1, 4, 16)))
 
 
 @pytest.mark.parametrize("mixer", ("longhorn", "attention", "mamba2"))

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings, strategies as st
+from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
 from mixers import GROWING, NAMES, every, every_mixer, every_scan
@@ -130,6 +131,37 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch):
     if how == "wrapped":
         layer.in_proj.delta = 1.0
         assert not torch.allclose(layer(h), halves)
+
+
+@every([name for name in NAMES if hasattr(build_mixer(name, 16), "conv1d")])
+def test_a_convolution_that_is_not_plain_is_called(name):
+    "A pruned convolution, whose weight a hook computes, gives what a plain one with its zeros gives."
+    layer, h, bounds = make(name), torch.randn(2, 9, 16), torch.tensor([0, 2, 2, 9])
+    prune.l1_unstructured(layer.conv1d, "weight", 0.5)
+    with torch.no_grad():
+        layer.conv1d.weight_orig += 1 # the hook has to compute the weight anew
+    runs = lambda: [layer(h), in_pieces(layer, h, [5, 0, 1, 0, 1])[0], layer(h[:1], bounds), layer(h[:, :0])]
+    found = runs()
+    for _ in range(2): # each backward has a new graph
+        runs()[0].sum().backward()
+    assert not is_plain(layer.conv1d)
+    prune.remove(layer.conv1d, "weight")
+    assert is_plain(layer.conv1d)
+    torch.testing.assert_close(found, runs())
+
+
+@every_scan
+@torch.no_grad()
+def test_a_convolution_that_is_called_steps_in_place_and_in_a_pool(name):
+    "A hooked convolution updates its cache in place, and at the slots of a pool."
+    layer, h, slots = make(name), torch.randn(2, 16), torch.tensor([3, -1])
+    runs = lambda: [layer.step(h, layer.empty_cache(2), inplace=True), layer.step(h, layer.empty_cache(5), inplace=True, state_indices=slots)]
+    plain, called = runs(), []
+    layer.conv1d.register_forward_hook(lambda *_: called.append(1))
+    found = runs()
+    assert len(called) == 2
+    (y, cache), (y_pool, pool) = found
+    torch.testing.assert_close((y, *cache, y_pool[0], *pool), (plain[0][0], *plain[0][1], plain[1][0][0], *plain[1][1]))
 
 
 @every_scan

@@ -136,6 +136,19 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
     assert len(adapters) == 2 * len(linear) and not [name for name, p in adapters.items() if not p.grad.abs().max() > 0]
 
 
+@every_mixer
+def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
+    "A block whose weights stay on disk until its modules are called gives the same logits, with a cache and without."
+    pytest.importorskip("accelerate")
+    model, tokens = to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval(), torch.arange(20)[None]
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embedding": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk"}
+    other = LonghornForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    with torch.no_grad():
+        for use_cache in (False, True):
+            torch.testing.assert_close(other(tokens, use_cache=use_cache).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_a_linear_layer_returns_a_tensor():
     model = SequenceLM(LMConfig(50, 32, 1, mixer="longhorn"))
     returned = {}

@@ -3,9 +3,11 @@ import math, subprocess, sys
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from longhorn_kit.models import vision, vision_timm
 from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
+from longhorn_kit.scan.op import selective_scan
 from longhorn_kit.scan.reference import reference_scan
 
 NANO = [f"{scan}_vim_nano_patch2_8" for scan in SCANS]
@@ -50,6 +52,27 @@ def test_weights_drawn_again_scale_no_update_twice():
     before = [block.mixer.out_proj.weight.clone() for block in model.blocks]
     model.init_weights()
     assert all(torch.equal(block.mixer.out_proj.weight, weight) for block, weight in zip(model.blocks, before))
+
+
+def test_a_pruned_convolution_computes_its_weight_anew():
+    model, layers = build(NANO[0]).eval(), []
+    for block in model.blocks:
+        layers += [block.mixer.ahead.conv1d, block.mixer.back.conv1d]
+    with torch.no_grad():
+        for layer in layers:
+            prune.l1_unstructured(layer, "weight", 0.5)
+            layer.weight_orig += 1
+        found = model(images(model))
+        for layer in layers:
+            prune.remove(layer, "weight")
+        torch.testing.assert_close(found, model(images(model)))
+
+
+def test_rates_in_float64_are_not_rounded():
+    torch.manual_seed(0)
+    q, k, x, b, A_log = (torch.randn(*shape, dtype=torch.float64) for shape in ((1, 9, 3), (1, 9, 3), (1, 9, 4), (1, 9, 4), (4, 3)))
+    found = vision.vision_scan(q, k, x, b, None, torch.ones(4).double(), A_log, "mamba")
+    torch.testing.assert_close(found, selective_scan(q, k, x, b, -A_log.exp(), None, torch.ones(4).double()), rtol=1e-13, atol=1e-13)
 
 
 # timm's own model tests, on the small models

@@ -40,7 +40,7 @@ class Mamba(ScanMixer):
 
     def rates(self, x: Tensor) -> Tensor:
         "Return the matrix A (d_inner,N)."
-        return -torch.exp(self.A_log.float())
+        return -torch.exp(wide(self.A_log))
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         run = lambda dt, bias: selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
@@ -128,7 +128,7 @@ class Attention(Mixer):
         rope_base: float = 1e4,     # base of the rotary frequencies
     ):
         super().__init__(d_model)
-        n_heads = default_heads(d_model) if n_heads is None else n_heads
+        n_heads = default_heads(self.d_model) if n_heads is None else n_heads
         check_sizes(n_heads=n_heads)
         check_number("rope_base", rope_base, lambda v: v > 0, "above 0")
         if d_model % (2 * n_heads):

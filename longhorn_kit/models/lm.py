@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
-from .memory import chunked_cross_entropy, kernels_run, product_dtype, wide
-from .mixer import build_mixer, check_number, check_sizes
+from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
+from .mixer import CacheSlot, build_mixer, check_number, check_sizes, python_int
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -54,6 +54,8 @@ class LMConfig:
 # %% ../../nbs/models/22_lm.ipynb #22_lm-008
 def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
+    for name in ("vocab_size", "d_model", "n_layer", "d_mlp"): # JSON takes no others
+        setattr(config, name, python_int(getattr(config, name)))
     check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
     check_sizes(0, d_mlp=config.d_mlp)
     check_number("d_model", config.d_model, lambda v: v < 2**24, "less than 2**24")
@@ -64,6 +66,7 @@ def check_config(config):
             raise ValueError(f"{name} is {shown(value)}; expected a {kind.__name__}")
     with torch.device("meta"):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
+    config.mixer_options = {key: python_int(value) for key, value in config.mixer_options.items()}
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
@@ -121,13 +124,13 @@ class Block(nn.Module):
         "Return the stream (B,T,d_model) after this block, or the pair of `finish_block` if `y` is still to be added."
         closed = y is None
         h, u = (h, self.norm(h)) if closed else self.norm(h, y)
-        h, y = self.finish_block(h, self.mixer(u, cu_seqlens), self.training)
+        h, y = self.finish_block(h, self.mixer(u, cu_seqlens=cu_seqlens), self.training)
         return h + y if closed else (h, y)
 
     def decode(self, h: Tensor, cache: Any) -> tuple[Tensor, Any]:
         "Return the stream, (B,T,d_model) or (B,d_model), and the mixer's cache after this block."
-        y, cache = (self.mixer.prefill if h.dim() == 3 else self.mixer.step)(self.norm(h), cache)
-        return torch.add(*self.finish_block(h, y)), cache
+        slot = CacheSlot(cache)
+        return torch.add(*self.finish_block(h, self.mixer(self.norm(h), slot=slot))), slot.after
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-017-b
 @torch.no_grad()
@@ -162,9 +165,13 @@ class Backbone(nn.Module):
         "Return the matrix (V,d_model) that turns features into logits."
         return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
 
+    def logits(self, h: Tensor) -> Tensor:
+        "Return the logits (..,V) of features (..,d_model)."
+        return F.linear(h, self.output_matrix) if self.config.tie_embeddings else self.lm_head(h)
+
     def read_out(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of the stream (..,d_model)."
-        return F.linear(self.norm(h), self.output_matrix)
+        return self.logits(self.norm(h))
 
     def features(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         "Return the input (B,T,d_model) of the output matrix; bounds from `document_bounds` reset the state."
@@ -180,18 +187,19 @@ class Backbone(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor | Any:
         "Return the logits (B,T,V) of tokens (B,T); with targets (B,T) also the loss in nats per token."
-        logits = F.linear(self.features(tokens, cu_seqlens), self.output_matrix)
+        logits = self.logits(self.features(tokens, cu_seqlens))
         return logits if targets is None else (logits, mean_loss(logits, targets))
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 0) -> Tensor:
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
-        h, table = self.features(tokens, cu_seqlens), self.output_matrix
-        check_targets(targets, h, len(table))
+        h = self.features(tokens, cu_seqlens)
+        check_targets(targets, h, self.config.vocab_size)
         if chunk < 0:
             raise ValueError(f"chunk is {chunk}; expected a number of positions, or 0")
-        if not chunk and not h.is_cuda:
-            return mean_loss(F.linear(h, table), targets)
-        return chunked_cross_entropy(h.flatten(0, 1), table, targets.flatten().long(), chunk or 8192)
+        plain = self.config.tie_embeddings or is_plain(self.lm_head) and self.lm_head.bias is None
+        if not plain or not (chunk or h.is_cuda): # a wrapped or hooked head is called once
+            return mean_loss(self.logits(h), targets)
+        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix, targets.flatten().long(), chunk or 8192)
 
     def num_parameters(self) -> int:
         "Return the number of parameters; tied embeddings count once."
@@ -210,6 +218,9 @@ def mean_loss(
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
 def check_targets(targets: Tensor, of: Tensor, vocab_size: int): # (B,T), (B,T,...)
     "Raise a `ValueError` unless there is a target for every token; values are checked on the CPU only."
+    kind = getattr(targets, "dtype", type(targets).__name__)
+    if not isinstance(targets, Tensor) or kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        raise ValueError(f"targets is {kind}; expected integers of shape {tuple(of.shape[:-1])}")
     if targets.shape != of.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
     if targets.device.type == "cpu" and unwatched():
@@ -249,6 +260,8 @@ class Decoder(Backbone):
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
     def decode(self, h: Tensor, cache: list) -> tuple[Tensor, list]:
+        if len(cache or ()) != len(self.blocks):
+            raise ValueError(f"cache has {len(cache or ())} entries; expected {len(self.blocks)}, one for each block")
         new = []
         for block, old in zip(self.blocks, cache):
             h, after = block.decode(h, old)
@@ -262,7 +275,7 @@ class Decoder(Backbone):
 
     def prefill(self, tokens: Tensor, cache: list | None = None, last_only: bool = False) -> tuple[Tensor, list]:
         "Return the logits (B,T,V) of the next tokens (B,T), or (B,1,V) with `last_only`, and the cache after them."
-        h, cache = self.decode(self.embed(tokens), cache or [None] * len(self.blocks))
+        h, cache = self.decode(self.embed(tokens), [None] * len(self.blocks) if cache is None else cache)
         return self.read_out(h[:, -1:] if last_only else h), cache
 
     def read(self, tokens: Tensor, piece: int = 4096) -> tuple[Tensor, list]:

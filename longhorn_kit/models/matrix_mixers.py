@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from .memory import product_dtype, wide
+from .memory import convolve, product_dtype, wide
 from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
-from ..scan.short_conv import causal_conv1d
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
 class MatrixCache(NamedTuple):
@@ -254,7 +253,7 @@ class ConvMixer(MatrixMixer):
 
     def convolve(self, t: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         "Return the convolved (B,T,C) and the new past."
-        return causal_conv1d(t, self.conv1d.weight, self.conv1d.bias, initial_state=past, output_final_state=True)
+        return convolve(self.conv1d, t, past, self.past_shape[1] + 1)
 
     def qkv(self, t: Tensor, past: Tensor | None) -> tuple:
         "Return q, k (B,T,H,N) of length one, x (B,T,H,P) and the new past."

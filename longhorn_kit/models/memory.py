@@ -16,22 +16,37 @@ from torch.utils.checkpoint import checkpoint
 from ..scan.arguments import kernel_obstacle, transformed
 from ..scan.launch import in_eager
 from ..scan.mamba import recomputed
+from ..scan.op import step_slots
+from ..scan.reference import knows_autocast
+from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 
 # %% ../../nbs/machine/memory.ipynb #memory-005
 def wide(t: Tensor) -> Tensor:
     "Return `t` in float32, or unchanged if it is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
+def autocasts(kind: str) -> bool: # device type; "meta" has no autocast
+    "Check whether autocast is on."
+    return knows_autocast(kind) and torch.is_autocast_enabled(kind)
+
 def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
     "Return the dtype in which matrix products run: autocast's, or `otherwise`."
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else otherwise
 
 # %% ../../nbs/machine/memory.ipynb #memory-007
 def is_plain(layer: nn.Module) -> bool:
-    "Check whether a layer is a plain linear one: not wrapped, offloaded, quantised or hooked."
-    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in layer.__dict__:
+    "Check whether a layer is PyTorch's linear layer or convolution: not wrapped, offloaded, quantised or hooked."
+    if type(layer) not in (nn.Linear, nn.Conv1d) or "forward" in layer.__dict__:
+        return False
+    if type(layer.weight) not in (nn.Parameter, Tensor):
         return False
     return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+
+def place_of(layer: nn.Module) -> tuple:
+    "Return device and floating-point dtype of a layer's weight, None where a quantised layer has no such weight."
+    weight = layer.weight # a method in PyTorch's quantised layers
+    known = isinstance(weight, Tensor)
+    return weight.device if known else None, weight.dtype if known and weight.is_floating_point() else None
 
 def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
     "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
@@ -43,6 +58,26 @@ def kernels_run(*tensors: Tensor) -> bool:
     if not tensors[0].is_cuda or kernel_obstacle("x", *tensors):
         return False
     return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
+
+# %% ../../nbs/machine/memory.ipynb #memory-008-b
+def convolve(conv: nn.Module, x: Tensor, past: Tensor | None, width: int, keep: bool = True, **options: Any) -> Any:
+    # (B,T,D), (B,D,width-1) -> y (B,T,D), or (y, past) to keep; options for plain layers, and `twice`
+    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain."
+    if is_plain(conv):
+        return causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, **options)
+    steps, x = x.shape[1], x.transpose(1, 2)
+    x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
+    y = (F.silu(conv(x)) if steps else x[..., width - 1:]).transpose(1, 2).contiguous()
+    y = (y, y) if options.get("twice") else y
+    return (y, x[..., steps:].clone()) if keep else y
+
+def convolve_step(conv, x, past, inplace=False, state_indices=None) -> tuple: # (B,D), (B,D,width-1) -> the same
+    "Run `causal_conv1d_step` with the weight of a convolution, or call one that is not plain."
+    if is_plain(conv):
+        return causal_conv1d_step(x, past, conv.weight, conv.bias, inplace=inplace, state_indices=state_indices)
+    one = lambda cut, past: convolve(conv, cut[0][:, None], past, past.shape[-1] + 1)
+    y, after = one((x,), past) if state_indices is None else step_slots(one, (x,), past, state_indices)
+    return y[:, 0], past.copy_(after) if inplace else after.to(past.dtype)
 
 # %% ../../nbs/machine/memory.ipynb #memory-011
 class Halves(torch.autograd.Function):

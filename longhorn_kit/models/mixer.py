@@ -9,15 +9,16 @@ __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 
 import inspect, math
 from abc import ABC, abstractmethod
 from functools import partial
+from numbers import Integral
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .memory import halves, is_plain, bias_apart, wide, with_product
+from .memory import (
+    autocasts, bias_apart, convolve, convolve_step, halves, is_plain, place_of, wide, with_product)
 from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
-from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..theory.closed_forms import effective_rate_from_logits
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
@@ -54,15 +55,24 @@ def build_mixer(name: str, d_model: int, /, **options: Any) -> nn.Module:
 def check_sizes(least=1, /, **sizes):
     "Raise a `ValueError` for the first size that is not an integer of at least `least`."
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(f"{name} is {shown(value)}; expected an integer of at least {least}")
         if value >= 2**31:
             raise ValueError(f"{name} is {value}; expected less than 2**31")
+
+def python_int(value):
+    "Return an integer of another library, such as NumPy's, as Python's; other values stay."
+    return value if isinstance(value, int) or not isinstance(value, Integral) else int(value)
 
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` describes it."
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not valid(value):
         raise ValueError(f"{name} is {shown(value)}; expected a number {expected}")
+
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-030-b
+class CacheSlot:
+    "Carry a cache into a mixer's `forward` (`before`) and out of it (`after`)."
+    def __init__(self, before: Any): self.before, self.after = before, before
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
@@ -71,7 +81,7 @@ class Mixer(nn.Module, ABC):
     def __init__(self, d_model: int):
         check_sizes(d_model=d_model)
         super().__init__()
-        self.d_model = d_model
+        self.d_model = int(d_model)
 
     @abstractmethod
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
@@ -83,38 +93,43 @@ class Mixer(nn.Module, ABC):
         "Return the cache before the first token."
 
     def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
-        weight = self.out_proj.weight
-        return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
+        near, like = place_of(self.out_proj)
+        return torch.zeros(shape, device=device or near, dtype=dtype or like)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        "Map (B,T,d_model) to (B,T,d_model); bounds (n+1,) separate n documents in one row."
-        check_stream(x, 3, self.d_model, self.out_proj.weight)
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, slot: CacheSlot | None = None) -> Tensor:
+        "Map (B,T,d_model) to (B,T,d_model), or decode with a slot; bounds (n+1,) separate n documents in one row."
+        if slot is not None:
+            y, slot.after = (self.prefill if x.dim() == 3 else self.step)(x, slot.before)
+            return y
+        check_stream(x, 3, self.d_model, self.out_proj)
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
-    @torch.compiler.disable # lengths are sizes of tensors
     def run_packed(self, x: Tensor, cu_seqlens: Tensor) -> Any:
-        "Run packed documents that have tokens one by one; override this if all can run at once."
+        "Run packed documents, one by one and uncompiled; override this if all can run at once."
+        return torch.compiler.disable(self.run_each)(x, cu_seqlens) # a decorator would import the compiler
+
+    def run_each(self, x: Tensor, cu_seqlens: Tensor) -> Any: # lengths are sizes of tensors
         lengths = [length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0] or [0]
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
     def prefill(self, x: Tensor, cache: Any = None) -> tuple:
         "Map the next T tokens (B,T,d_model) to outputs (B,T,d_model) and the cache after them."
-        check_stream(x, 3, self.d_model, self.out_proj.weight)
+        check_stream(x, 3, self.d_model, self.out_proj)
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
         return self.run(x, cache, True)
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
         "Map the next token (B,d_model) to its output (B,d_model) and the cache after it."
-        y, cache = self.run(check_stream(x_t, 2, self.d_model, self.out_proj.weight)[:, None], cache, True)
+        y, cache = self.run(check_stream(x_t, 2, self.d_model, self.out_proj)[:, None], cache, True)
         return y[:, 0], cache
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
-def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = None) -> Tensor:
+def check_stream(x: Tensor, dims: int, d_model: int, layer: nn.Module | None = None) -> Tensor:
     "Return `x`, or raise a `ValueError` with the right shape: 3 `dims` for a sequence, 2 for a token."
     check_tensor("x", x, (*"BT"[:dims - 1], d_model))
-    other = weight is not None and weight.is_floating_point() and x.dtype != weight.dtype
-    if other and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
+    dtype = None if layer is None else place_of(layer)[1]
+    if dtype not in (None, x.dtype) and not autocasts(x.device.type):
+        raise ValueError(f"x has dtype {x.dtype}; expected {dtype}, the dtype of the layer's weights")
     return x
 
 
@@ -131,7 +146,7 @@ class ScanProjections(Mixer):
     def __init__(self, d_model, d_state, d_conv, expand):
         super().__init__(d_model)
         check_sizes(d_state=d_state, d_conv=d_conv, expand=expand)
-        self.d_state, self.d_conv, self.d_inner = d_state, d_conv, expand * d_model
+        self.d_state, self.d_conv, self.d_inner = d_state, d_conv, expand * self.d_model
         self.rank = math.ceil(d_model / 16)
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=False)
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner)
@@ -147,9 +162,7 @@ class ScanProjections(Mixer):
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
         x, z = self.project_x_z(h)
-        conv = self.conv1d
-        out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep,
-                            cu_seqlens=cu_seqlens, twice=True)
+        out = convolve(self.conv1d, x, past, self.d_conv, keep, cu_seqlens=cu_seqlens, twice=True)
         (x, again), past = out if keep else (out, None)
         q, k, dt_low_rank = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
@@ -157,7 +170,7 @@ class ScanProjections(Mixer):
     def project_step(self, h_t, past, **options):
         "Project one token (B,d_model); see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
-        x, past = causal_conv1d_step(x, past, self.conv1d.weight, self.conv1d.bias, **options)
+        x, past = convolve_step(self.conv1d, x, past, **options)
         q, k, dt_low_rank = self.split_x_proj(x)
         return q, k, x, dt_low_rank, z, past
 
@@ -183,13 +196,14 @@ class ScanMixer(ScanProjections):
         return self.out_proj(y), ScanCache(past, S if cache is None else S.to(cache.S.dtype)) if keep_cache else None
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
-        one_by_one = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
+        traced = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
+        one_by_one = traced or not is_plain(self.conv1d)
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None) -> tuple:
         "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
         options = dict(inplace=inplace, state_indices=state_indices)
-        check_stream(x_t, 2, self.d_model, self.out_proj.weight)
+        check_stream(x_t, 2, self.d_model, self.out_proj)
         *inputs, past = self.project_step(x_t, cache.conv, **options)
         y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)

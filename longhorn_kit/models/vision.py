@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import time_step_bias
-from .memory import bias_apart
+from .memory import bias_apart, is_plain, wide
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
@@ -35,7 +35,7 @@ def vision_scan(
     if exporting() or torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
-        return selective_scan(q, k, x, b, -torch.exp(A_log.float()), b_bias, D_skip).contiguous()
+        return selective_scan(q, k, x, b, -torch.exp(wide(A_log)), b_bias, D_skip).contiguous()
     form = "exact" if scan == "longhorn_exact" else "diagonal"
     return longhorn_scan(q, k, x, b, b_bias, D_skip, form=form).contiguous()
 
@@ -71,11 +71,15 @@ class Direction(nn.Module):
         self.A_log = nn.Parameter(rates) if scan == "mamba" else None
         self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
 
+    def call_conv(self, u: Tensor) -> Tensor:
+        return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
+
     def forward(self, u: Tensor) -> Tensor:
         if torch.jit.is_scripting():
-            x = F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
+            x = self.call_conv(u)
         else:
-            x = vision_conv(u, self.conv1d.weight, self.conv1d.bias)
+            plain = is_plain(self.conv1d) or not isinstance(self.conv1d.weight, Tensor) # torch.fx has proxies
+            x = vision_conv(u, self.conv1d.weight, self.conv1d.bias) if plain else self.call_conv(u)
         dt_low_rank, k, q = self.x_proj(x).split(self.sizes, -1)
         k, q = k.contiguous(), q.contiguous() # the scan reads whole rows
         skip, A_log, scan = self.D_skip, self.A_log, self.scan

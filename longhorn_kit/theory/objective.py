@@ -62,7 +62,7 @@ def minimise_quadratic(
 ) -> Tensor:     # (...,D,N) minimiser
     "Return the minimiser of a quadratic `f` by one dense solve; ValueError without one."
     M, lead = S.shape[-2:].numel(), [1] * (S.dim() - 2)
-    units = torch.eye(M, dtype=S.dtype).view(M, *lead, *S.shape[-2:]).expand(M, *S.shape)
+    units = torch.eye(M, dtype=S.dtype, device=S.device).view(M, *lead, *S.shape[-2:]).expand(M, *S.shape)
     g = gradient_of(f, torch.cat([torch.zeros_like(S)[None], units])).flatten(-2)  # (M+1,...,M)
     hessian = (g[1:] - g[0]).movedim(0, -1)
     solution = torch.linalg.solve_ex(hessian, -g[0])[0].view_as(S)
