@@ -9,6 +9,7 @@ __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Backbone', 'mean_loss', 'c
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, Callable, ClassVar, Iterator
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
 from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
-from .mixer import CacheSlot, build_mixer, check_number, check_sizes, python_int
+from .mixer import CacheSlot, build_mixer, check_number, check_sizes
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -54,10 +55,10 @@ class LMConfig:
 # %% ../../nbs/models/22_lm.ipynb #22_lm-008
 def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
-    for name in ("vocab_size", "d_model", "n_layer", "d_mlp"): # JSON takes no others
-        setattr(config, name, python_int(getattr(config, name)))
     check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
     check_sizes(0, d_mlp=config.d_mlp)
+    for name in ("vocab_size", "d_model", "n_layer", "d_mlp"): # JSON takes no integers of NumPy
+        setattr(config, name, int(getattr(config, name)))
     check_number("d_model", config.d_model, lambda v: v < 2**24, "less than 2**24")
     for name in ("dropout", "norm_eps"):
         check_number(name, getattr(config, name), lambda v: 0 <= v <= 1, "from 0 to 1")
@@ -66,7 +67,8 @@ def check_config(config):
             raise ValueError(f"{name} is {shown(value)}; expected a {kind.__name__}")
     with torch.device("meta"):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
-    config.mixer_options = {key: python_int(value) for key, value in config.mixer_options.items()}
+    numpy = lambda value: isinstance(value, Integral) and not isinstance(value, int)
+    config.mixer_options = {key: int(v) if numpy(v) else v for key, v in config.mixer_options.items()}
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from .memory import convolve, product_dtype, wide
+from .memory import convolve, product_dtype, weight_of, wide
 from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
@@ -251,13 +251,9 @@ class ConvMixer(MatrixMixer):
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=bias)
 
-    def convolve(self, t: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        "Return the convolved (B,T,C) and the new past."
-        return convolve(self.conv1d, t, past, self.past_shape[1] + 1)
-
     def qkv(self, t: Tensor, past: Tensor | None) -> tuple:
         "Return q, k (B,T,H,N) of length one, x (B,T,H,P) and the new past."
-        t, past = self.convolve(t, past)
+        t, past = convolve(self.conv1d, t, past, self.past_shape[1] + 1)
         q, k, x = map(self.heads, t.split([self.keys, self.keys, self.values], -1))
         return unit(q) * self.d_key**-0.5, unit(k), x, past
 
@@ -290,7 +286,7 @@ class Mamba2(ConvMixer):
     def inputs(self, h: Tensor, cache: Any) -> tuple:
         N = self.d_key
         z, xkq, dt = self.in_proj(h).split([self.values, self.values + 2 * N, self.n_heads], -1)
-        xkq, past = self.convolve(xkq, cache.past)
+        xkq, past = convolve(self.conv1d, xkq, cache.past, self.past_shape[1] + 1)
         x, k, q = xkq.split([self.values, N, N], -1)
         q, k = (t[:, :, None].expand(-1, -1, self.n_heads, -1) for t in (q, k))
         x, dt = self.heads(x), F.softplus(wide(dt) + self.dt_bias)
@@ -349,7 +345,7 @@ def scan_backend(
     dtype: torch.dtype | None = None, # of the activations; None: autocast's, or that of the weights
 ) -> str:
     "Return the backend of a layer's recurrence on the device of its weights, in the words of a run record."
-    weight = mixer.out_proj.weight
+    weight = weight_of(mixer.out_proj)
     dtype = dtype or product_dtype(weight.device.type, weight.dtype)
     if isinstance(mixer, Attention):
         return "scaled_dot_product_attention"

@@ -25,28 +25,21 @@ def wide(t: Tensor) -> Tensor:
     "Return `t` in float32, or unchanged if it is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-def autocasts(kind: str) -> bool: # device type; "meta" has no autocast
-    "Check whether autocast is on."
-    return knows_autocast(kind) and torch.is_autocast_enabled(kind)
-
 def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
     "Return the dtype in which matrix products run: autocast's, or `otherwise`."
-    return torch.get_autocast_dtype(kind) if autocasts(kind) else otherwise
+    on = knows_autocast(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else otherwise
 
 # %% ../../nbs/machine/memory.ipynb #memory-007
 def is_plain(layer: nn.Module) -> bool:
     "Check whether a layer is PyTorch's linear layer or convolution: not wrapped, offloaded, quantised or hooked."
-    if type(layer) not in (nn.Linear, nn.Conv1d) or "forward" in layer.__dict__:
-        return False
-    if type(layer.weight) not in (nn.Parameter, Tensor):
-        return False
-    return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+    known = type(layer) in (nn.Linear, nn.Conv1d) and type(layer.weight) in (nn.Parameter, Tensor)
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return known and "forward" not in layer.__dict__ and not any(hooks)
 
-def place_of(layer: nn.Module) -> tuple:
-    "Return device and floating-point dtype of a layer's weight, None where a quantised layer has no such weight."
-    weight = layer.weight # a method in PyTorch's quantised layers
-    known = isinstance(weight, Tensor)
-    return weight.device if known else None, weight.dtype if known and weight.is_floating_point() else None
+def weight_of(layer: nn.Module) -> Tensor:
+    "Return a layer's weight; an empty one for PyTorch's quantised layers, which take float32 on the CPU."
+    return layer.weight if isinstance(layer.weight, Tensor) else torch.empty(0, device="cpu", dtype=torch.float32)
 
 def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
     "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
@@ -60,18 +53,17 @@ def kernels_run(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
 
 # %% ../../nbs/machine/memory.ipynb #memory-008-b
-def convolve(conv: nn.Module, x: Tensor, past: Tensor | None, width: int, keep: bool = True, **options: Any) -> Any:
-    # (B,T,D), (B,D,width-1) -> y (B,T,D), or (y, past) to keep; options for plain layers, and `twice`
-    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain."
+def convolve(conv, x, past, width, keep=True, twice=False, **more): # (B,T,D), (B,D,width-1) or None -> the same
+    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain, and takes no `more`."
     if is_plain(conv):
-        return causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, **options)
+        out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, twice=twice, **more)
+        return out if keep else (out, None)
     steps, x = x.shape[1], x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
     y = (F.silu(conv(x)) if steps else x[..., width - 1:]).transpose(1, 2).contiguous()
-    y = (y, y) if options.get("twice") else y
-    return (y, x[..., steps:].clone()) if keep else y
+    return (y, y) if twice else y, x[..., steps:].clone()
 
-def convolve_step(conv, x, past, inplace=False, state_indices=None) -> tuple: # (B,D), (B,D,width-1) -> the same
+def convolve_step(conv, x, past, inplace=False, state_indices=None): # (B,D), (B,D,width-1) -> the same
     "Run `causal_conv1d_step` with the weight of a convolution, or call one that is not plain."
     if is_plain(conv):
         return causal_conv1d_step(x, past, conv.weight, conv.bias, inplace=inplace, state_indices=state_indices)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .memory import (
-    autocasts, bias_apart, convolve, convolve_step, halves, is_plain, place_of, wide, with_product)
+    bias_apart, convolve, convolve_step, halves, is_plain, product_dtype, weight_of, wide, with_product)
 from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..theory.closed_forms import effective_rate_from_logits
@@ -60,10 +60,6 @@ def check_sizes(least=1, /, **sizes):
         if value >= 2**31:
             raise ValueError(f"{name} is {value}; expected less than 2**31")
 
-def python_int(value):
-    "Return an integer of another library, such as NumPy's, as Python's; other values stay."
-    return value if isinstance(value, int) or not isinstance(value, Integral) else int(value)
-
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` describes it."
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not valid(value):
@@ -93,15 +89,15 @@ class Mixer(nn.Module, ABC):
         "Return the cache before the first token."
 
     def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
-        near, like = place_of(self.out_proj)
-        return torch.zeros(shape, device=device or near, dtype=dtype or like)
+        weight = weight_of(self.out_proj)
+        return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, slot: CacheSlot | None = None) -> Tensor:
         "Map (B,T,d_model) to (B,T,d_model), or decode with a slot; bounds (n+1,) separate n documents in one row."
         if slot is not None:
             y, slot.after = (self.prefill if x.dim() == 3 else self.step)(x, slot.before)
             return y
-        check_stream(x, 3, self.d_model, self.out_proj)
+        check_stream(x, 3, self.d_model, weight_of(self.out_proj))
         return self.run(x)[0] if cu_seqlens is None else self.run_packed(x, cu_seqlens)
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor) -> Any:
@@ -114,22 +110,22 @@ class Mixer(nn.Module, ABC):
 
     def prefill(self, x: Tensor, cache: Any = None) -> tuple:
         "Map the next T tokens (B,T,d_model) to outputs (B,T,d_model) and the cache after them."
-        check_stream(x, 3, self.d_model, self.out_proj)
+        check_stream(x, 3, self.d_model, weight_of(self.out_proj))
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
         return self.run(x, cache, True)
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
         "Map the next token (B,d_model) to its output (B,d_model) and the cache after it."
-        y, cache = self.run(check_stream(x_t, 2, self.d_model, self.out_proj)[:, None], cache, True)
+        y, cache = self.run(check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None], cache, True)
         return y[:, 0], cache
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
-def check_stream(x: Tensor, dims: int, d_model: int, layer: nn.Module | None = None) -> Tensor:
+def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = None) -> Tensor:
     "Return `x`, or raise a `ValueError` with the right shape: 3 `dims` for a sequence, 2 for a token."
     check_tensor("x", x, (*"BT"[:dims - 1], d_model))
-    dtype = None if layer is None else place_of(layer)[1]
-    if dtype not in (None, x.dtype) and not autocasts(x.device.type):
-        raise ValueError(f"x has dtype {x.dtype}; expected {dtype}, the dtype of the layer's weights")
+    other = weight is not None and weight.is_floating_point() and x.dtype != weight.dtype
+    if other and product_dtype(x.device.type, None) is None: # no autocast
+        raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 
 
@@ -146,7 +142,7 @@ class ScanProjections(Mixer):
     def __init__(self, d_model, d_state, d_conv, expand):
         super().__init__(d_model)
         check_sizes(d_state=d_state, d_conv=d_conv, expand=expand)
-        self.d_state, self.d_conv, self.d_inner = d_state, d_conv, expand * self.d_model
+        self.d_state, self.d_conv, self.d_inner = map(int, (d_state, d_conv, expand * d_model))
         self.rank = math.ceil(d_model / 16)
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=False)
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner)
@@ -162,8 +158,7 @@ class ScanProjections(Mixer):
     def project(self, h, past=None, keep=True, cu_seqlens=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
         x, z = self.project_x_z(h)
-        out = convolve(self.conv1d, x, past, self.d_conv, keep, cu_seqlens=cu_seqlens, twice=True)
-        (x, again), past = out if keep else (out, None)
+        (x, again), past = convolve(self.conv1d, x, past, self.d_conv, keep, twice=True, cu_seqlens=cu_seqlens)
         q, k, dt_low_rank = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
@@ -196,14 +191,13 @@ class ScanMixer(ScanProjections):
         return self.out_proj(y), ScanCache(past, S if cache is None else S.to(cache.S.dtype)) if keep_cache else None
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
-        traced = torch.compiler.is_compiling() and not x.is_cuda # the CPU's convolution has to read the bounds
-        one_by_one = traced or not is_plain(self.conv1d)
+        one_by_one = not is_plain(self.conv1d) or torch.compiler.is_compiling() and not x.is_cuda # it reads the bounds
         return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
 
     def step(self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None) -> tuple:
         "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
         options = dict(inplace=inplace, state_indices=state_indices)
-        check_stream(x_t, 2, self.d_model, self.out_proj)
+        check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))
         *inputs, past = self.project_step(x_t, cache.conv, **options)
         y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)

@@ -71,8 +71,7 @@ class Direction(nn.Module):
         self.A_log = nn.Parameter(rates) if scan == "mamba" else None
         self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
 
-    def call_conv(self, u: Tensor) -> Tensor:
-        return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
+    def call_conv(self, u: Tensor): return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
 
     def forward(self, u: Tensor) -> Tensor:
         if torch.jit.is_scripting():
