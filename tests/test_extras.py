@@ -242,8 +242,8 @@ assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ("longhorn_kit.scan", "longhorn_kit.scan.matrix"))
-def test_the_scans_are_imported_without_the_compiler(name):
+@pytest.mark.parametrize("name", ("longhorn_kit.scan", "longhorn_kit.scan.matrix", "longhorn_kit.models"))
+def test_scans_and_models_are_imported_without_the_compiler(name):
     done = run(sys.executable, "-c", f"import sys, {name}\nassert 'torch._dynamo' not in sys.modules", cwd=ROOT, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
 

@@ -334,6 +334,11 @@ def test_decoding_takes_constant_memory(name):
     assert sizes == {bytes_held(layer.empty_cache(1))}
 
 
+def hooked(layer):
+    layer.conv1d.register_forward_hook(lambda *_: None)
+    return layer
+
+
 @pytest.mark.parametrize("wrong, message", [
     (lambda: build_mixer("longhorm", 16), "mixer is 'longhorm'; known mixers: attention, deltanet"),
     (lambda: build_mixer("longhorn", 16, d_stat=8), "no option 'd_stat'; its options: d_state, d_conv"),
@@ -344,6 +349,7 @@ def test_decoding_takes_constant_memory(name):
         (dict(d_state=2.5), "d_state is 2.5; expected an integer of at least 1"), (dict(expand=True), "expand is True; expected an integer")]),
     (lambda: make("gla")(torch.randn(2, 4, 16), torch.tensor([0, 4])), r"x has shape \(2, 4, 16\); expected \(1, T, d_model\): with cu_seqlens"),
     (lambda: make("longhorn")(torch.randn(1, 4, 16), torch.tensor([0, 3])), "cu_seqlens ends at 3; expected 4, the length of x"),
+    (lambda: hooked(make("longhorn")).run(torch.randn(1, 4, 16), cu_seqlens=torch.tensor([0, 4])), "cu_seqlens needs a plain conv1d"),
     (lambda: Longhorn(16)(torch.randn(2, 3, 17)), r"x has shape \(2, 3, 17\); expected \(B, T, 16\)"),
     (lambda: Longhorn(16).prefill(torch.randn(3, 16)), r"x has shape \(3, 16\); expected \(B, T, 16\)"),
     (lambda: Longhorn(16).step(torch.randn(2, 3, 16), None), r"x has shape \(2, 3, 16\); expected \(B, 16\)"),

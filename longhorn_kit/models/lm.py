@@ -9,7 +9,6 @@ __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Backbone', 'mean_loss', 'c
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral
 from typing import Any, Callable, ClassVar, Iterator
 
 import torch
@@ -67,8 +66,7 @@ def check_config(config):
             raise ValueError(f"{name} is {shown(value)}; expected a {kind.__name__}")
     with torch.device("meta"):
         build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
-    numpy = lambda value: isinstance(value, Integral) and not isinstance(value, int)
-    config.mixer_options = {key: int(v) if numpy(v) else v for key, v in config.mixer_options.items()}
+    config.mixer_options = {k: v.item() if hasattr(v, "item") else v for k, v in config.mixer_options.items()}
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):

@@ -54,10 +54,12 @@ def kernels_run(*tensors: Tensor) -> bool:
 
 # %% ../../nbs/machine/memory.ipynb #memory-008-b
 def convolve(conv, x, past, width, keep=True, twice=False, **more): # (B,T,D), (B,D,width-1) or None -> the same
-    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain, and takes no `more`."
+    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain."
     if is_plain(conv):
         out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, twice=twice, **more)
         return out if keep else (out, None)
+    if more.get("cu_seqlens") is not None:
+        raise ValueError("cu_seqlens needs a plain conv1d; call the layer, which then runs documents one by one")
     steps, x = x.shape[1], x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
     y = (F.silu(conv(x)) if steps else x[..., width - 1:]).transpose(1, 2).contiguous()
