@@ -438,9 +438,13 @@ class Sampler:
         batch = torch.from_numpy(rows.astype(np.int64))
         return batch[:, :-1], batch[:, 1:]
 
+    @cached_property
+    def text(self) -> str:
+        return fingerprint(self.tokens)
+
     def state_dict(self) -> dict:
         "Return the position, and the settings on which it depends."
-        return {"drawn": self.drawn, "text": fingerprint(self.tokens), "context": self.context, "seed": self.seed}
+        return {"drawn": self.drawn, "text": self.text, "context": self.context, "seed": self.seed}
 
     def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."

@@ -229,9 +229,8 @@ def steps_of(config: OnePass, texts: Texts) -> int:
 def model_jobs(config: OnePass, group: str, results: Results) -> Iterator[tuple]: # -> model, its walk, its judged jobs
     "Yield the settings known so far for every model of a group, and the rate that the walk chose, or None."
     texts, planned = open_texts(**text_of(config)), GROUPS[group]
-    steps = steps_of(config, texts)
-    same = {"text": texts.summary(), "steps": steps, "gpu": config.gpu, "warmup": RECIPE["warmup"], **FIXED}
-    same |= {name: getattr(config, name) for name in ("context", "rows", "points")}
+    same = {"text": texts.summary(), "steps": steps_of(config, texts), "warmup": RECIPE["warmup"], **FIXED}
+    same |= {name: getattr(config, name) for name in ("context", "rows", "points", "gpu")}
     for model in planned.models:
         shape = LMConfig(256, config.d_model, planned.blocks, model.mixer, model.options, model.d_mlp).to_dict()
         job = lambda lr, seed: same | {"model": shape, "lr": lr, "seed": seed}

@@ -43,8 +43,8 @@ def open_tracker(run: Any, stack: ExitStack) -> None: # run: `Run` of the traini
     if name == "none" or not run.accelerator.is_main_process:
         return
     if before.get("config", {}).get("track") == name:
-        steps = [line["step"] for line in read_jsonl(metrics)] # an attempt cuts them at its checkpoint
-        seen = run.step if name == "tensorboard" else max([*steps, before["attempts"][-1].get("tracked", 0)])
+        last = before["attempts"][-1].get("tracked", 0) # an attempt cuts the file at its checkpoint
+        seen = run.step if name == "tensorboard" else max([last, *(line["step"] for line in read_jsonl(metrics))])
     run.tracked = seen
     tracker = start_tracker(name, run, seen)
     stack.callback(tracker.finish)

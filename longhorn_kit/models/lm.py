@@ -260,8 +260,8 @@ class Decoder(Backbone):
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
     def decode(self, h: Tensor, cache: list) -> tuple[Tensor, list]:
-        if len(cache or ()) != len(self.blocks):
-            raise ValueError(f"cache has {len(cache or ())} entries; expected {len(self.blocks)}, one for each block")
+        if (entries := len(cache or ())) != len(self.blocks):
+            raise ValueError(f"cache has {entries} entries; expected {len(self.blocks)}, one for each block")
         new = []
         for block, old in zip(self.blocks, cache):
             h, after = block.decode(h, old)
