@@ -32,8 +32,8 @@ BIG = re.compile("two_to_the_31")
 SHARED = re.compile("test_(op|decode|matrix).py")      # one size in most of the file
 
 
-def pytest(*arguments, stdout=subprocess.PIPE):
-    env = os.environ | dict(OMP_NUM_THREADS="1", TRITON_DISABLE_LINE_INFO="1")
+def pytest(*arguments, stdout=subprocess.PIPE, **env):
+    env = os.environ | dict(OMP_NUM_THREADS="1", TRITON_DISABLE_LINE_INFO="1") | env
     return subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT,
                             stdout=stdout, stderr=subprocess.STDOUT, text=True, env=env)
 
@@ -104,10 +104,11 @@ def stale():
               f"{', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}; run 'make test-gpu' on a GPU and commit tests/gpu.json")
 
 
-def run(shares, folder):
-    "All results, and what the processes printed, of those that failed in full."
+def run(shares, folder, gpus):
+    "All results, and what the processes printed, of those that failed in full; `gpus`: their numbers, which take turns."
     files = [open(folder / f"{i}.txt", "w+") for i in range(len(shares))]
-    running = [pytest("-vv", "--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file) for i, (share, file) in enumerate(zip(shares, files))]
+    running = [pytest("-vv", "--tb=short", f"--junitxml={folder}/{i}.xml", *share, stdout=file, CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)])
+               for i, (share, file) in enumerate(zip(shares, files))]
     results, lost = [], 0
     for i, process in enumerate(running):
         code = process.wait()
@@ -137,7 +138,8 @@ def main():
     start, folder = time.time(), args.logs or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     known = json.loads(RECORD.read_text())["seconds"] if RECORD.exists() else {}
-    results, lost = run(spread(collect(rest), known, args.n), folder)
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    results, lost = run(spread(collect(rest), known, args.n), folder, gpus)
     counts, spent = collections.Counter(kind for _, kind, _ in results), collections.defaultdict(list)
     for name, _, seconds in results:
         spent[group(name)].append(seconds)
