@@ -263,7 +263,7 @@ def test_bounds_are_read_once_and_again_when_they_change():
     assert read_bounds(far) == read_bounds(far) == [0, 4, 9] and far.reads == 1
     far.values, far._version = [0, 6, 9], 1
     assert read_bounds(far) == [0, 6, 9] and far.reads == 2
-    t, values = make(1), np.array([0, 4, 9])
+    t, values = {name: tensor.cpu() for name, tensor in make(1).items()}, np.array([0, 4, 9])
     first, bounds = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values)), torch.from_numpy(values)
     assert torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
     values[1] = 6 # behind PyTorch's back
