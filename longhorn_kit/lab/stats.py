@@ -109,7 +109,7 @@ def judge_ratios(
             Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict))
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
-FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.3f}", "%": "{:+.1f}",
+FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.4f}", "%": "{:+.1f}",
          "% larger": "{:.1f}", "times": "{:.2f}", "million": "{:.2f}", "lower": "{:+.2f}", "score points": "{:+.2f}"}
 
 def show(value: float, unit: str) -> str:
