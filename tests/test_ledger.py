@@ -8,9 +8,10 @@ import pytest
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import WIDE, axis, forest, picture
-from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.ledger import Row, cells, front, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.plan import models_of
 from longhorn_kit.lab.stats import Comparison, judge
-from longhorn_kit.records import write_record
+from longhorn_kit.records import read_record, records_root, write_record
 
 
 @pytest.fixture
@@ -179,6 +180,17 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
     html = forest(rows) # has a row for every measured comparison
     assert html.count("<svg") == 2 and all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
+
+
+def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypatch, tmp_path):
+    record = read_record(records_root() / "nbs/lab/results/one-pass/gpu.json")
+    for run in models_of(record)["Mamba N=16"]["runs"]:
+        run["diverged"] = 7
+    write_record(tmp_path / "one-pass" / "gpu.json", record)
+    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: tmp_path)
+    for text in (ledger_markdown(rows := front()), picture(rows), picture(rows, narrow=True)):
+        assert "diagonal below Mamba" in text and "exact below Mamba" in text and text.count("Mamba N=16 diverged") == 2
+    assert "+0.000" not in picture(rows[:2]) and rows[0].judgement.verdict == "cannot be judged"
 
 
 def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():

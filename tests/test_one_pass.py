@@ -67,7 +67,7 @@ def test_windows_read_no_byte_twice(seed, rows, size):
     assert all((targets == inputs + 1).all() for inputs, targets in batches)
 
 
-def test_a_finished_run_has_every_model_and_the_rates_of_seed_zero_only(finished):
+def test_a_finished_run_has_every_model_and_the_rates_of_seed_zero_only(text, finished, monkeypatch):
     record = finished[1]
     assert record["missing"] == 0 and record["results"]["plan"]["commit"] is None
     for model in record["results"]["groups"]["laptop"]:
@@ -75,6 +75,9 @@ def test_a_finished_run_has_every_model_and_the_rates_of_seed_zero_only(finished
         assert model["function"] == "chunked" and model["output_error"] < 1e-4 and model["state_numbers"] == 2 * 32 * 4
         assert len(model["runs"][0]["val"]["all"]) == 4 and model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
     assert [len(c.differences) for c, _ in outcomes("one-pass", record)] == [3, 3, 3]
+    config = EXPERIMENT.config("laptop", data=text, **TINY)
+    monkeypatch.setattr(one_pass, "GROUPS", {}) # the steps do not come from the last model
+    assert one_pass.summarize(config, Results(finished[0])) == record["results"] | {"groups": {}}
 
 
 def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, monkeypatch):

@@ -260,6 +260,17 @@ def test_trained_at_224_evaluated_at_384():
     assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0]) # the class token keeps its own
 
 
+def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
+    model = build(NANO[0], img_size=(4, 12))
+    same, other, state = build(NANO[0], img_size=(4, 12)), build(NANO[0], img_size=(12, 8)), model.state_dict()
+    with pytest.raises(ValueError, match="^the weights have 12 positions, which are not a square grid; .* then call set_input_size$"):
+        vision_timm.checkpoint_filter_fn(state, other)
+    same.load_state_dict(vision_timm.checkpoint_filter_fn(state, same))
+    same.set_input_size((12, 8))
+    grid = model.pos_embed[:, 1:].unflatten(1, (2, 6)).permute(0, 3, 1, 2)
+    assert torch.allclose(same.pos_embed[:, 1:].mT, torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True).flatten(2), atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (12, 6), (2, 2), (2, 10)])
 def test_any_size_and_padding(shape):
     model = build(NANO[1], dynamic_img_size=True, dynamic_img_pad=True).eval()

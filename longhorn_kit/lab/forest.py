@@ -79,10 +79,10 @@ def _row(row, y, place, layout):
                 parts.append(f'<path d="M{end + 5 * sign} {middle}l{-6 * sign} -4v8z" style="fill:var({colour})"/>')
     if comparison.published is not None:
         parts.append(_ring(place(comparison.published), middle))
-    parts.append(mark(place(found.difference), middle, found.verdict))
     number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (comparison.unit == "times")
     seeds = f"n = {found.n}"
-    parts.append(_text(layout["number"], middle + 4, number))
+    parts += [mark(place(found.difference), middle, found.verdict), _text(layout["number"], middle + 4, number)
+              ] if found.n else [_text(left, middle + 4, found.why)]
     if layout["n"]:
         parts.append(_text(layout["n"], middle + 4, seeds, "dim"))
     elif len(label) < 50: # on a phone there is room only behind a short label

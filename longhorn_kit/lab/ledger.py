@@ -175,10 +175,11 @@ FRONT = ( # rows of the front page: claim, scale, which of its comparisons, word
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n24
 def front() -> list[Row]:
-    "Return the rows of the front page that were measured, from the recorded runs."
+    "Return the rows of the front page that were measured or cannot be judged, from the recorded runs."
     rows = ledger("recorded runs only")
     found = lambda name, scale, which: [row for row in rows if (row.claim.name, row.scale) == (name, scale)][which:][:1]
-    chosen = [(row, words) for *where, words in FRONT for row in found(*where) if row.comparison.differences]
+    known = lambda row: row.comparison.differences or row.comparison.doubt
+    chosen = [(row, words) for *where, words in FRONT for row in found(*where) if known(row)]
     return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in chosen]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-095

@@ -249,7 +249,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-052
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the name of the plan, and every model with its walk and its judged runs."
-    groups = {}
+    texts, groups = open_texts(**text_of(config)), {}
     for group in GROUPS:
         for model, tried, judged, best in model_jobs(config, group, results):
             first = [row for settings in tried if (row := results.get(settings))]
@@ -261,7 +261,7 @@ def summarize(config: OnePass, results: Results) -> dict:
                 "bracket": {str(row["settings"]["lr"]): row["bits_per_byte"] for row in first},
                 "bracket_seconds": sum(row["seconds"] for row in first)})
     kept = {name: found for name, found in groups.items() if name in config.groups or any(m["bracket"] for m in found)}
-    return open_texts(**text_of(config)).summary() | {"plan": plan_of(config, tried[0]["steps"]), "groups": kept}
+    return texts.summary() | {"plan": plan_of(config, steps_of(config, texts)), "groups": kept}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)

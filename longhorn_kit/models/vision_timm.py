@@ -6,6 +6,8 @@
 __all__ = ['SIZES', 'INPUTS', 'default_cfgs', 'checkpoint_filter_fn', 'register_models']
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-004
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -160,10 +162,13 @@ INPUTS = { # images as timm's data tools should prepare them
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-012
 def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
-    "Return a checkpoint's weights, with positions and filters resampled to the model's sizes."
+    "Return a checkpoint's weights, resampled to the model's sizes; ValueError without a square grid."
     state = dict(state_dict.get("state_dict", state_dict.get("model", state_dict)))
     pos, embed, name = state.get("pos_embed"), model.patch_embed, "patch_embed.proj.weight"
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
+        if math.isqrt(count := pos.shape[1] - model.num_prefix_tokens) ** 2 != count:
+            raise ValueError(f"the weights have {count} positions, which are not a square grid; load them into a model "
+                             "with their img_size, then call set_input_size")
         state["pos_embed"] = resample_abs_pos_embed(
             pos, new_size=list(embed.grid_size), num_prefix_tokens=model.num_prefix_tokens)
     if name in state and state[name].shape[-2:] != (size := embed.proj.weight.shape[-2:]):
