@@ -157,16 +157,16 @@ def ledger(
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n23
 FRONT = ( # rows of the front page: claim, scale, which of its comparisons, words
-    ("one-pass", "gpu", 0, "Language, read once: diagonal below Mamba"),
-    ("one-pass", "gpu", 1, "Language, read once: exact below Mamba"),
-    ("equal-state", "gpu", 0, "Language, equal state: exact below Gated DeltaNet"),
-    ("equal-state", "gpu", 1, "Language, equal state: exact below Mamba"),
+    ("one-pass", "gpu", 0, "Language, N = 16: diagonal below Mamba"),
+    ("one-pass", "gpu", 1, "Language, N = 16: exact below Mamba"),
+    ("one-pass", "gpu", 2, "Language, N = 16: exact below diagonal"),
+    ("equal-state", "gpu", 0, "Language, N = 64: exact below Gated DeltaNet"),
+    ("equal-state", "gpu", 1, "Language, N = 64: exact below Mamba"),
     ("equal-state-mlp", "gpu", 0, "The same with MLPs: exact below Gated DeltaNet"),
     ("exact-cost", "gpu", 0, "Exact kernel: at least twice the diagonal's time"),
     ("kernel-time", "gpu", 0, "Our diagonal kernel is as fast as Mamba's"),
     ("kernel-official", "gpu", 0, "The official kernel is as fast as Mamba's"),
     ("recall", "laptop", 4, "Recall, rewritten keys: exact above diagonal"),
-    ("recall", "laptop", 6, "Recall, rewritten keys: exact above attention"),
     ("recall", "laptop", 2, "Recall, keys once: exact above attention"),
     ("mqar", "gpu", 0, "Lookup (MQAR): diagonal above Mamba"),
     ("mqar", "gpu", 2, "Lookup (MQAR): diagonal above DeltaNet"),
@@ -178,7 +178,8 @@ def front() -> list[Row]:
     "Return the rows of the front page that were measured or cannot be judged, from the recorded runs."
     rows = ledger("recorded runs only")
     found = lambda name, scale, which: [row for row in rows if (row.claim.name, row.scale) == (name, scale)][which:][:1]
-    known = lambda row: row.comparison.differences or row.comparison.doubt
+    done = lambda doubt: not doubt.endswith("so far") # no look before the last seed
+    known = lambda row: (row.comparison.differences or row.comparison.doubt) and done(row.comparison.doubt)
     chosen = [(row, words) for *where, words in FRONT for row in found(*where) if known(row)]
     return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in chosen]
 
