@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['HERE', 'CONTROL', 'beside', 'remove_leftovers', 'runs', 'discard', 'exchange', 'put_in_place', 'standing',
            'atomic_path', 'put_on_disk', 'atomic_file', 'cannot_write', 'check_ranges', 'check_same_settings',
-           'to_plain', 'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'atomic_folder', 'contents',
-           'check_folder', 'readable', 'digest_of', 'write_record', 'read_record', 'json_line', 'append_jsonl',
-           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of',
-           'environment', 'command_line', 'progress']
+           'to_plain', 'FullPath', 'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'atomic_folder',
+           'contents', 'check_folder', 'readable', 'digest_of', 'write_record', 'read_record', 'json_line',
+           'append_jsonl', 'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name',
+           'version_of', 'environment', 'command_line', 'progress']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys
@@ -174,14 +174,17 @@ def to_plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int)):
         return value
-    return without_machine_paths(str(value))
+    return without_machine_paths(value if isinstance(value, FullPath) else str(value))
 
 # %% ../nbs/machine/records.ipynb #records-021
+class FullPath(str):
+    "Absolute path that is independent of the working folder."
+
 def without_machine_paths(text: str) -> str:
-    "Replace the working folder by `.` and the home folder by `~`."
+    "Replace the working folder, except in a `FullPath`, by `.` and the home folder by `~`."
     for folder, short in ((os.getcwd(), "."), (os.path.expanduser("~"), "~")):
-        if len(folder) > 1:
-            text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text)
+        if len(folder) > 1 and not (short == "." and isinstance(text, FullPath)):
+            text = type(text)(re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text))
     return text
 
 def write_json(path: str | Path, value: Any) -> Path:

@@ -9,7 +9,7 @@ from longhorn_kit import records
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.records import (
     append_jsonl, atomic_folder, commit_of_kit, check_folder, environment, exclusive_lock, progress, read_json, read_jsonl,
-    read_record, to_plain, without_machine_paths, write_json, write_jsonl, write_record)
+    FullPath, read_record, to_plain, without_machine_paths, write_json, write_jsonl, write_record)
 
 
 @contextmanager
@@ -239,6 +239,7 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     home, here = str(tmp_path / "home" / "ada"), os.getcwd()
     assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
     assert without_machine_paths(f"{home}lovelace {here}er /x{here}") == f"{home}lovelace {here}er /x{here}"
+    assert to_plain(to_plain([FullPath(f"{here}/x"), FullPath(f"{home}/x")])) == [f"{here}/x", "~/x"] # for a run that resumes elsewhere
     seen = json.dumps(environment())
     assert home not in seen and here not in seen
     node = platform.node()

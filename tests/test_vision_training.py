@@ -349,7 +349,7 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
         assert error.count("\n") == 1 and re.search(says, error), error
 
 
-def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path):
+def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
     out, _ = trained
     config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(out), img_size=12)
     weights, same, other = load_file(out / "model" / "model.safetensors"), make_model(config, 2), make_model(config, 10)
@@ -364,8 +364,9 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
     assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
     shutil.copytree(out / "model", tmp_path / "model")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True) # from a run that was killed before its first checkpoint
-    for _ in range(2): # a resumed run does not read them again
-        small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(tmp_path / "model"))
+    for here, name in ((tmp_path, "model"), (tmp_path / "fine", "../model"), (folder, tmp_path / "model")): # a resumed run does not read them again
+        monkeypatch.chdir(here)
+        small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(name))
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
     assert results(tmp_path / "run")[1] == results(out)[1]
 

@@ -27,7 +27,7 @@ from .trackers import check_tracker
 from .training import train
 from .use import model_folder
 from ..models.vision import timm
-from ..records import atomic_folder, check_folder, check_ranges, check_same_settings, read_json, read_record
+from ..records import FullPath, atomic_folder, check_folder, check_ranges, check_same_settings, read_json, read_record
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-004
 from timm.data import Mixup, resolve_data_config
@@ -74,6 +74,7 @@ class VisionConfig(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "init_from", self.init_from and FullPath(Path(self.init_from).expanduser().resolve()))
         check_ranges(self, epochs=(1, LARGEST), repeats=(1, 1000), workers=(0, 1024), **dict.fromkeys(
             ("img_size", "warmup_epochs"), (0, LARGEST)), smoothing=(0, 1), drop_path=(0, 1))
 
