@@ -300,6 +300,20 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
 
 
 @every_mixer
+def test_device_and_dtype_are_arguments_as_in_pytorch(name):
+    "Device and dtype hold for every parameter, except that A_log and D_skip keep float32, with the values of the same seed; the layer decodes what it trains."
+    def drawn(**place):
+        torch.manual_seed(0)
+        return MIXERS[name](16, **place)
+    plain, half, far = drawn().state_dict(), drawn(dtype=torch.bfloat16), drawn(device="meta", dtype=torch.float64).state_dict()
+    for key, value in half.state_dict().items():
+        assert torch.equal(value, plain[key].to(torch.float32 if key in ("A_log", "D_skip") else torch.bfloat16)), key
+        assert far[key].is_meta and far[key].dtype is torch.float64
+    h = torch.randn(2, 7, 16, dtype=torch.bfloat16)
+    torch.testing.assert_close(in_pieces(half, h, [4, 0, 2])[0], half(h), atol=0.02, rtol=0.02)
+
+
+@every_mixer
 def test_autocast_trains_and_decodes(name):
     "Under autocast outputs are bfloat16 and close to those in float32, decoding agrees, and every weight gets a finite float32 gradient."
     layer, h = make(name), torch.randn(2, 9, 16)

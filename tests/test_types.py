@@ -34,7 +34,7 @@ out_t, state = longhorn_step(q[:, 0], k[:, 0], x[:, 0], b[:, 0], state, form="ex
 y, cache = layer.prefill(y)
 y_t, cache = layer.step(y[:, -1], cache)
 
-model = SequenceLM(LMConfig(vocab_size=256, d_model=64, n_layer=2, mixer="longhorn_exact"))
+model = SequenceLM(LMConfig(vocab_size=256, d_model=64, n_layer=2, mixer="longhorn_exact"), device="cpu", dtype=torch.float32)
 tokens = torch.randint(256, (2, 32))
 logits, loss = model(tokens, tokens)
 loss.backward()

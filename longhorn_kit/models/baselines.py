@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from .memory import bias_apart, wide, with_product
-from .mixer import Mixer, ScanMixer, check_number, check_sizes, register_mixer
+from .mixer import Device, Dtype, Mixer, ScanMixer, check_number, check_sizes, register_mixer
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -29,7 +29,8 @@ def time_step_bias(size: int) -> Tensor: # (size,)
 class Mamba(ScanMixer):
     "Mamba's layer (S6), (B,T,d_model) -> (B,T,d_model); options as Longhorn's. Source: Gu and Dao, arXiv 2312.00752."
 
-    def __init__(self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2):
+    def __init__(self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2,
+                 *, device: Device = None, dtype: Dtype = None):
         super().__init__(d_model, d_state, d_conv, expand)
         self.dt_proj = nn.Linear(self.rank, self.d_inner)
         self.add_rates()
@@ -125,7 +126,7 @@ class Attention(Mixer):
 
     def __init__(self, d_model: int,
         n_heads: int | None = None, # None: of a size near 64
-        rope_base: float = 1e4,     # base of the rotary frequencies
+        rope_base: float = 1e4, *, device: Device = None, dtype: Dtype = None, # base of the rotary frequencies
     ):
         super().__init__(d_model)
         n_heads = default_heads(self.d_model) if n_heads is None else n_heads

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
 from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
-from .mixer import CacheSlot, build_mixer, check_number, check_sizes
+from .mixer import CacheSlot, Device, Dtype, build_mixer, check_number, check_sizes, placed
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -142,10 +142,11 @@ def draw_weights(model: nn.Module):
         weight /= math.sqrt(len(writers))
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-018
+@placed
 class Backbone(nn.Module):
     "Embedding, blocks and read-out, for training."
 
-    def __init__(self, config: LMConfig): # sizes, mixer and its options
+    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None): # sizes, mixer, options
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)

@@ -8,7 +8,8 @@ __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-003
 import inspect, math
 from abc import ABC, abstractmethod
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from numbers import Integral
 from typing import Any, Callable, NamedTuple
 
@@ -21,6 +22,22 @@ from ..scan.arguments import check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..theory.closed_forms import effective_rate_from_logits
 
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-c
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+
+def placed(cls: type) -> type:
+    "Let a class take `device` and `dtype`; `A_log` and `D_skip` stay at least float32."
+    build = cls.__init__
+    @wraps(build)
+    def init(self, *args, device=None, dtype=None, **options):
+        with nullcontext() if device is None else torch.device(device):
+            build(self, *args, **options)
+        for n, p in self.named_parameters() if dtype else ():
+            p.data = p.data.to(torch.promote_types(dtype, torch.float32 if n.endswith(("A_log", "D_skip")) else dtype))
+    cls.__init__ = build if hasattr(build, "__wrapped__") else init
+    return cls
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
 
@@ -30,7 +47,7 @@ def register_mixer(name: str, **fixed: Any) -> Callable: # fixed: options that b
         known = MIXERS.get(name)
         if known is not None and getattr(known, "func", known).__qualname__ != cls.__qualname__:
             raise ValueError(f"mixer {name!r} is already registered, as {known}")
-        MIXERS[name] = partial(cls, **fixed) if fixed else cls
+        MIXERS[name] = partial(placed(cls), **fixed) if fixed else placed(cls)
         return cls
     return register
 
@@ -39,7 +56,7 @@ def mixer_options(name: str) -> list:
     "Return the names of a mixer's options; an unknown mixer raises a `ValueError` that lists the known ones."
     if name not in MIXERS:
         raise ValueError(f"mixer is {name!r}; known mixers: {', '.join(sorted(MIXERS))}")
-    hidden = {"d_model", *getattr(MIXERS[name], "keywords", {})}
+    hidden = {"d_model", "device", "dtype", *getattr(MIXERS[name], "keywords", {})}
     return [option for option in inspect.signature(MIXERS[name]).parameters if option not in hidden]
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-028
@@ -217,6 +234,7 @@ class Longhorn(ScanMixer):
         expand: int = 2,        # d_inner / d_model
         form: str = "diagonal", # the paper's layer, "exact" or "decoupled"
         rate: str = "vector",   # a step size per channel; "scalar": one for all
+        *, device: Device = None, dtype: Dtype = None, # of the parameters
     ):
         super().__init__(d_model, d_state, d_conv, expand)
         if form not in FORMS:
