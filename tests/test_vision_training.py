@@ -282,7 +282,7 @@ def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
         message, = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
     finally:
         pool.close()
-    assert re.match("WorkerLost: a process that loads images is gone, seen at step [45] .*same command again", message) and "\n" not in message
+    assert re.match("WorkerLost: a process that loads images is gone, seen at step [456] .*same command again", message) and "\n" not in message
     assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in message
     assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4 and small(tmp_path / "whole", folder, epochs=4)
     assert results(tmp_path / "run") == results(tmp_path / "whole")

@@ -119,8 +119,11 @@ def of_any_preset(settings: Any) -> Any:
     values |= {name: of_any_preset(value) for name, value in values.items() if is_dataclass(value)}
     types = [(f.name, type(values[f.name]) if is_dataclass(f.type) else Annotated[f.type, hint])
              for f in fields(kind)]
-    source = {name: vars(kind)[name] for name in ("__module__", "__doc__", "__firstlineno__") if name in vars(kind)}
-    return make_dataclass(kind.__name__, types, bases=(kind,), namespace=source, frozen=True, kw_only=True)(**values)
+    made = make_dataclass(kind.__name__, types, bases=(kind,), frozen=True, kw_only=True)
+    for name in ("__module__", "__doc__", "__firstlineno__"): # help texts are comments in the source; the order matters
+        if name in vars(kind):
+            setattr(made, name, vars(kind)[name])
+    return made(**values)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-016
 def round_width(config: LMConfig, target: int, name: str) -> LMConfig: # name: "d_model" or "d_mlp"

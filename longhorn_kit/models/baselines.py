@@ -126,7 +126,7 @@ class Attention(Mixer):
 
     def __init__(self, d_model: int,
         n_heads: int | None = None, # None: of a size near 64
-        rope_base: float = 1e4, *, device: Device = None, dtype: Dtype = None, # base of the rotary frequencies
+        rope_base: float = 1e4,     # base of the rotary frequencies
     ):
         super().__init__(d_model)
         n_heads = default_heads(self.d_model) if n_heads is None else n_heads

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
-from .mixer import Device, Dtype, Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
+from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 
@@ -91,7 +91,7 @@ class RetNet(MatrixMixer):
     def __init__(self, d_model: int,
         n_heads: int | None = None, # None: keys of about 256
         expand: float = 2,          # width of the values / d_model
-        rope_base: float = 1e4, *, device: Device = None, dtype: Dtype = None, # base of the rotary frequencies
+        rope_base: float = 1e4,     # base of the rotary frequencies
     ):
         for name, value in dict(expand=expand, rope_base=rope_base).items():
             check_number(name, value, lambda v: 0 < v < float("inf"), "above 0")
@@ -116,7 +116,6 @@ class GLA(MatrixMixer):
     def __init__(self, d_model: int, n_heads: int = 4,
         gate_rank: int = 16,       # rank of the projection to the decays
         temperature: float = 16.0, # the decay is a sigmoid to the power 1 / temperature
-        *, device: Device = None, dtype: Dtype = None,
     ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1 / 2, 1, 128))
         check_sizes(gate_rank=gate_rank)
@@ -140,7 +139,7 @@ class HGRN2(MatrixMixer):
 
     def __init__(self, d_model: int,
         n_heads: int | None = None, # None: keys of about 128
-        lower_bound: float = 0.0, *, device: Device = None, dtype: Dtype = None, # smallest decay
+        lower_bound: float = 0.0,   # smallest decay
     ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128))
         check_number("lower_bound", lower_bound, lambda v: 0 <= v < 1, "of at least 0 and below 1")
@@ -198,8 +197,7 @@ def slow_to_fast(size: int) -> tuple: # places from 0 to 1 (size,) and logarithm
 class RWKV5(TokenShift):
     "RWKV-5 with one learnt decay and bonus per head. Source: Peng et al., arXiv 2404.05892, as x051a of RWKV-LM."
 
-    def __init__(self, d_model: int, n_heads: int | None = None, # None: of a size near 64
-                 *, device: Device = None, dtype: Dtype = None):
+    def __init__(self, d_model: int, n_heads: int | None = None): # None: of a size near 64
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25) # for k, v, r and g
         place, rate = slow_to_fast(self.n_heads)
         self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
@@ -219,7 +217,7 @@ class RWKV6(TokenShift):
     def __init__(self, d_model: int,
         n_heads: int | None = None, # None: of a size near 64
         mix_rank: int = 32,         # of what the token adds to its mixtures
-        decay_rank: int = 64, *, device: Device = None, dtype: Dtype = None, # of what the token adds to its decay
+        decay_rank: int = 64,       # of what the token adds to its decay
     ):
         check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25) # first look, then w, k, v, r, g
@@ -273,7 +271,7 @@ class Mamba2(ConvMixer):
         d_state: int = 128,         # N, size of keys and queries
         d_conv: int = 4,            # width of the convolution
         expand: int = 2,            # width of the values / d_model
-        n_heads: int | None = None, *, device: Device = None, dtype: Dtype = None, # None: values of 64
+        n_heads: int | None = None, # None: values of 64
     ):
         check_sizes(d_state=d_state, expand=expand)
         H, P, _ = head_sizes(d_model, n_heads, expand, expand, 64)
@@ -305,8 +303,7 @@ class Mamba2(ConvMixer):
 class DeltaNet(ConvMixer):
     "The delta rule with keys of length one. Sources: Schlag et al., 2102.11174; Yang et al., 2406.06484 (arXiv)."
 
-    def __init__(self, d_model: int, n_heads: int | None = None, d_conv: int = 4, # None: keys of about 128
-                 *, device: Device = None, dtype: Dtype = None):
+    def __init__(self, d_model: int, n_heads: int | None = None, d_conv: int = 4): # None: keys of about 128
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128), d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)
@@ -324,7 +321,6 @@ class GatedDeltaNet(ConvMixer):
     def __init__(self, d_model: int,
         n_heads: int = 6, d_conv: int = 4,
         d_key: int | None = None, d_value: int | None = None, # per head; None: keys 3/4, values 3/2 of d_model in all
-        *, device: Device = None, dtype: Dtype = None,
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
         N, P = N if d_key is None else d_key, P if d_value is None else d_value
