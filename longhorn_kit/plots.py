@@ -27,10 +27,10 @@ COLORS = {
 }
 LABELS = {
     "longhorn_exact": "exact", "longhorn": "diagonal",
-    "longhorn_scalar": "scalar rate", "longhorn_decoupled": "decoupled",
-    "mamba": "Mamba", "attention": "attention", "deltanet": "delta rule",
+    "longhorn_scalar": "one rate", "longhorn_decoupled": "decoupled",
+    "mamba": "Mamba", "attention": "attention", "deltanet": "DeltaNet",
     "linear_attention": "linear attention", "gla": "GLA",
-    "mamba_input_a": "Mamba, A from input", "mamba2": "Mamba-2", "gated_deltanet": "gated delta rule",
+    "mamba_input_a": "Mamba with A from the input", "mamba2": "Mamba-2", "gated_deltanet": "Gated DeltaNet",
     "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
 }
 INK = "#7A7A7A"

@@ -13,7 +13,7 @@ from statistics import mean
 # %% ../../nbs/machine/published.ipynb #38_published-004b
 NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "one rate",
-    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
+    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA", "linear_attention": "linear attention",
     "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT",
     "mamba_input_a": "Mamba with A from the input",
     "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
