@@ -244,9 +244,9 @@ _LSTM = [
     _gated("mLSTM (xLSTM)", "f_t", r"i_t\,", r"f_t\,S'+i_t\,x\,k^\top", "Beck et al. 2024", ("2405.04517",),
            mlstm_step, lambda k, f, i: (f, i), gates=dict(f=(0.9, 1, ""), i=(0.5, 2, "")),
            remark="the read-out is S q / max(|n q|, 1) with n = f n' + i k"),
-    _gated("Griffin (RG-LRU)", "a_t", r"\sqrt{1-a_t^2}\odot ", r"a_t\odot s'+\sqrt{1-a_t^2}\odot x",
+    _gated("Griffin (RG-LRU)", "a_t", r"c_t\odot ", r"a_t\odot s'+c_t\odot x",
            "De et al. 2024", ("2402.19427",),
-           rglru_step, lambda k, a: (a[:, None], (1 - a**2).sqrt()), gates=dict(a=(0.9, 0.99, "D")),
+           rglru_step, lambda k, a: (a[:, None], (1 - a**2).sqrt()), gates=dict(a=(0.9, 0.99, "D")), where=r"c_t=\sqrt{1-a_t^2}",
            keys=lambda keys: torch.ones_like(keys[..., :1]), remark="no keys: N = 1, k = 1"),
 ]
 
@@ -335,5 +335,6 @@ def zoo_markdown(layers: Iterable | None = None) -> str:
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in layer.arxiv)
-        lines.append(f"| {layer.name} | ${layer.objective}$ | ${layer.update}$ | {layer.source} {links} |")
+        objective = layer.objective.replace(r",\ \ ", "$, $") # a long cell breaks before its gate
+        lines.append(f"| {layer.name} | ${objective}$ | ${layer.update}$ | {layer.source} {links} |")
     return "\n".join(lines)
