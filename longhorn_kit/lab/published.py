@@ -13,9 +13,9 @@ from statistics import mean
 # %% ../../nbs/machine/published.ipynb #38_published-004b
 NAMES = {
     "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "one rate",
-    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA", "linear_attention": "linear attention",
+    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
     "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT",
-    "mamba_input_a": "Mamba with A from the input",
+    "mamba_input_a": "Mamba with A from the input", "linear_attention": "linear attention",
     "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
     "attention_without_positions": "plain attention"}
 

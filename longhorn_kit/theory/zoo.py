@@ -246,8 +246,8 @@ _LSTM = [
            remark="the read-out is S q / max(|n q|, 1) with n = f n' + i k"),
     _gated("Griffin (RG-LRU)", "a_t", r"c_t\odot ", r"a_t\odot s'+c_t\odot x",
            "De et al. 2024", ("2402.19427",),
-           rglru_step, lambda k, a: (a[:, None], (1 - a**2).sqrt()), gates=dict(a=(0.9, 0.99, "D")), where=r"c_t=\sqrt{1-a_t^2}",
-           keys=lambda keys: torch.ones_like(keys[..., :1]), remark="no keys: N = 1, k = 1"),
+           rglru_step, lambda k, a: (a[:, None], (1 - a**2).sqrt()), gates=dict(a=(0.9, 0.99, "D")),
+           where=r"c_t=\sqrt{1-a_t^2}", keys=lambda k: torch.ones_like(k[..., :1]), remark="no keys: N = 1, k = 1"),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-058
