@@ -343,10 +343,11 @@ def exclusive_lock(
     folder, handle = Path(folder), None
     while fcntl:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = locked(folder, wait)
-        if handle is None or folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
-            break
-        os.close(handle) # while we waited the folder was renamed or removed
+        with suppress(FileNotFoundError): # removed before it was opened
+            handle = locked(folder, wait)
+            if handle is None or folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                break
+            os.close(handle) # while we waited the folder was renamed or removed
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield handle is not None

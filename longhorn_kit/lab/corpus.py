@@ -6,7 +6,7 @@
 __all__ = ['PARTS', 'tokenise', 'Corpus', 'prepare']
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-003
-import ctypes, hashlib, itertools, json, math, os, signal, sys, threading, time
+import ctypes, hashlib, itertools, json, math, os, shutil, signal, sys, threading, time
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ from longhorn_kit.lab.data import (
     VAL_PART, embedded_corpus_hash, get_tokenizer, holds_whole, hub_name, load_documents, matching_files, pieces_of,
     stdlib_files)
 from ..records import (
-    cannot_write, discard, exclusive_lock, progress, put_in_place, read_json, read_record, write_json, write_record)
+    atomic_path, beside, cannot_write, discard, exclusive_lock, progress, put_in_place, read_json, read_record,
+    write_json, write_record)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-007
 PARTS = ("train", "val")
@@ -139,15 +140,15 @@ class CorpusBuilder:
         return sum(self.state[part]["tokens"] for part in PARTS)
 
     def room(self):
-        "Return the path of a new piece, in an empty folder."
-        folder = self.path.with_name("piece")
+        "Return the path of a new piece, in an empty folder of this process."
+        folder = beside(self.path.with_name("piece"))
         discard(folder)
         folder.mkdir()
         return folder / "text.arrow"
 
     def close(self):
         "Close both files and remove the piece."
-        discard(self.path.with_name("piece"))
+        discard(beside(self.path.with_name("piece")))
         for file in self.files.values():
             with suppress(OSError): # a full disk was already reported
                 file.close()
@@ -213,6 +214,14 @@ def write_index(folder, about, parts): # parts: counts and SHA-256 of both
     write_record(folder / "index.json", about | {"text_sha256": digest} | {part: parts[part] for part in PARTS})
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-023
+def place(partial_folder, folder, alone): # alone: no other process can write to these files
+    "Give a complete corpus its name; without a lock a checked copy gets it."
+    if alone:
+        return put_in_place(partial_folder, folder)
+    with atomic_path(folder) as copy:
+        shutil.copytree(partial_folder, copy)
+        check_files(copy, read_record(copy / "index.json"))
+
 def make_corpus(folder, known, *parts): # known() returns the facts of the source; parts: for `write_corpus`
     "Prepare a corpus, or resume an earlier attempt; `folder` appears when it is complete."
     partial_folder, index = folder.with_name(f".{folder.name}.partial"), folder / "index.json"
@@ -228,8 +237,9 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
                     write_corpus(partial_folder, *parts)
                 if known() != facts:
                     raise ValueError(f"data source {parts[2]['source']!r} changed while it was read; start again")
-                discard(state)
-                put_in_place(partial_folder, folder)
+                for path in (state, *partial_folder.glob(".*")):
+                    discard(path)
+                place(partial_folder, folder, alone)
         except ValueError:
             discard(partial_folder)
             raise
