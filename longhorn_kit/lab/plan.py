@@ -85,7 +85,7 @@ GROUPS |= {"others": Group(
 # %% ../../nbs/machine/plan.ipynb #plan-016
 RATES = (1.25e-3, 2e-3, 3.2e-3, 5e-3, 8e-3, 1.25e-2, 2e-2)
 
-def walk(rates: tuple, losses: dict) -> tuple: # rate -> loss of seed 0, NaN if it diverged
+def walk(rates: tuple, losses: dict) -> tuple: # losses: rate -> loss of seed 0, NaN if it diverged
     "Return the next rate to try and None, or None and the best rate."
     known = [(i, losses[rate]) for i, rate in enumerate(rates) if rate in losses]
     tried = {i: math.inf if math.isnan(loss) else loss for i, loss in known}
