@@ -17,8 +17,8 @@ from .stats import show
 # %% ../../nbs/machine/forest.ipynb #39_forest-006
 COLOURS = {"holds": "--h", "does not hold": "--d"} # CSS variable per verdict; all others are grey
 TITLES = {"points": "Points of accuracy", "times": "Times as fast", "%": "Per cent"} # other units serve as titles
-WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, above=False, chars=56)
-NARROW = dict(width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, above=True, chars=44)
+WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
+NARROW = dict(width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44)
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-007
 def mark(x: float, y: float, verdict: str) -> str:
@@ -71,9 +71,9 @@ def _label(row, layout):
 def _row(row, y, height, place, layout):
     "Draw one row: label, interval, ring, mark, number, seeds, verdict."
     found, comparison = row.judgement, row.comparison
-    middle = y + height / 2 if not layout["above"] else y + height - 15
+    middle = y + (height / 2 if layout["n"] else height - 15)
     colour, (left, right) = COLOURS.get(found.verdict, "--u"), layout["plot"]
-    first = y + (17 if not layout["above"] else 15)
+    first = y + (17 if layout["n"] else 15)
     parts = [_text(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))]
     low = max(found.low, 1e-9) if comparison.unit == "times" else found.low
     ends = [place(low), place(found.high)] if found.n > 1 else []
@@ -111,7 +111,7 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
             if i % 2 == 0:
                 size = f'width="{layout["width"]}" height="{height}"'
                 parts.append(f'<rect x="0" y="{line}" {size} style="fill:var(--band)"/>')
-            gap = height - 28 if layout["above"] else 0
+            gap = 0 if layout["n"] else height - 28
             down = f"{line + gap}v{height - gap}"
             bound = zero if unit == "times" else place(-row.comparison.margin)
             parts.append(f'<path d="M{bound:.1f} {down}" style="stroke:var(--dim)"/>')

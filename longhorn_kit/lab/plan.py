@@ -163,10 +163,9 @@ def about_one_pass(record: dict, *groups: str) -> str:
     names = {name for pair in pairs for name in pair}
     models = [model for name, model in models_of(record).items() if name in names and model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
-    many = lambda count: f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k"
-    state = lambda count: f"{many(count)} state numbers" if count else "no fixed state"
-    each = "".join(f"; {model['name']}: {many(model['parameters'])} parameters, {state(model['state_numbers'])}, "
-                   f"{model['function']}{rate(model)}" for model in models)
+    many = lambda count: f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
+    each = "".join(f"; {model['name']}: {many(model['parameters'])} parameters, {many(model['state_numbers'])} state "
+                   f"numbers, {model['function']}{rate(model)}" for model in models)
     size, commit = min(results["train_tokens"], settings["tokens"]) / 1e6, results["plan"]["commit"]
     plan = f", plan of commit {commit[:7]}" if commit else ", not the committed plan" * (record["scale"] != "laptop")
     return f"{size:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{plan}{each}"

@@ -320,8 +320,7 @@ class GatedDeltaNet(ConvMixer):
 
     def __init__(self, d_model: int,
         n_heads: int = 6, d_conv: int = 4,
-        d_key: int | None = None,   # per head; None: 3/4 of d_model in all
-        d_value: int | None = None, # per head; None: 3/2 of d_model in all
+        d_key: int | None = None, d_value: int | None = None, # per head, None: keys 3/4, values 3/2 of d_model in all
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
         N, P = N if d_key is None else d_key, P if d_value is None else d_value
