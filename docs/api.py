@@ -47,17 +47,58 @@ def source_of(node) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool) -> list:
-    "Return one row per parameter: (name, default, type, comment). Parameters on one line share its comment."
+ATOM = r'\((?:[^()]|\([^()]*\))*\)|\{[^}]*\}|\[[^\]]*\]|`[^`]*`|"[^"]*"' # what is not split
+
+
+def pieces(text: str) -> list:
+    "Split a comment at its semicolons or, without any, at commas before a new part."
+    flat = re.sub(ATOM, lambda match: "_" * len(match[0]), text)
+    if "->" in flat and ";" not in flat:
+        return [text]
+    ends = [match.start() for match in re.finditer(";" if ";" in flat else ",(?! (?:and|or) )", flat)]
+    return [text[start:end].strip() for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(text)])]
+
+
+def share(text: str, types: dict) -> dict:
+    """Give a line's comment to its parameters, name -> type: by "name: text" and "name (shape)"; in their order if it
+    has as many parts as the line has parameters, or tensors, or parameters from the first tensor on; else to all."""
+    name = "|".join(map(re.escape, types))
+    labels = list(re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text))
+    if labels:
+        ends = [*(label.start() for label in labels[1:]), len(text)]
+        found = {one: text[label.end():end].rstrip("; ,") for label, end in zip(labels, ends) for one in label[1].split(", ")}
+        rest = [one for one in types if one not in found]
+        return found | dict.fromkeys(rest, text[:labels[0].start()].rstrip("; ,"))
+    parts, tensors = pieces(text), [one for one, kind in types.items() if re.search("Tensor|array", kind)]
+    later = list(types)[list(types).index(tensors[0]):] if tensors else []
+    for names in (list(types), *([tensors, later] if text.startswith("(") else [])):
+        if len(parts) == len(names):
+            return dict(zip(names, parts))
+    return dict.fromkeys(tensors if len(tensors) == 1 and text.startswith("(") else types, text)
+
+
+def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, first: int) -> tuple:
+    """Return one row per parameter, (name, default, type, comment), and what the comment of the line `first`, which has
+    the whole signature, says of the result: what follows an arrow, or a shape if no parameter is a tensor."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     listed = [("", *pair) for pair in zip(plain, defaults)][skip_first:]
     listed += [("*", arguments.vararg, None)] if arguments.vararg else []
     listed += [("", *pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults)]
     listed += [("**", arguments.kwarg, None)] if arguments.kwarg else []
-    return [(stars + arg.arg, source_of(default), source_of(arg.annotation),
-             notes.get((default or arg).end_lineno, notes.get(arg.lineno, "")))
-            for stars, arg, default in listed]
+    lines, result = {}, ""
+    for _, arg, default in listed:
+        line = (default or arg).end_lineno
+        lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(arg.annotation)
+    shared = {}
+    for line, types in lines.items():
+        text = notes.get(line, "")
+        if line == first and re.match(r"\(|->|(?:from |of |an? |\w+ \()[^;]*->", text):
+            shape = text.startswith("(") and len(pieces(text)) == 1 and not re.search("Tensor|array", str(types))
+            text, _, result = map(str.strip, ("-> " * (shape and "->" not in text) + text).partition("->"))
+        shared |= share(text, types) if text else {}
+    return [(stars + arg.arg, source_of(default), source_of(arg.annotation), shared.get(arg.arg, ""))
+            for stars, arg, default in listed], result
 
 
 def signature(arguments: ast.arguments, skip_first: bool) -> str:
@@ -82,13 +123,14 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     marks = decorators(node)
     skip_first = bool(owner) and "staticmethod" not in marks
     last = max([node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))])
-    closing = [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
+    rows, result = rows_of_arguments(node.args, notes, skip_first, node.lineno)
+    closing = [result] if result else [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
     if not closing and node.lineno == node.body[0].lineno - 1 and not node.args.args:
         closing = [notes.get(node.lineno, "")]
     kind = "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
     return Entry(kind, module, f"{owner}.{node.name}" if owner else node.name,
                  "" if kind == "property" else signature(node.args, skip_first), ast.get_docstring(node) or "",
-                 rows_of_arguments(node.args, notes, skip_first), (source_of(node.returns), " ".join(closing)))
+                 rows, (source_of(node.returns), " ".join(closing)))
 
 
 def class_(node, module: str, notes: dict) -> Entry:
@@ -154,18 +196,19 @@ def code(text: str) -> str:
 
 
 def table(entry: Entry) -> str:
-    "The parameters as a Markdown table; equal neighbours share a row, columns that are empty are left out."
+    "The parameters as a Markdown table; neighbours with one comment share a row, columns that are empty are left out."
     rows = []
     for name, default, kind, note in entry.rows:
         last = rows[-1] if rows else None
-        if last and note and last[1:] == [note, kind, default]:
+        if last and note and last[1] == note:
             last[0] += ", " + code(name)
+            last[2:] = [seen | {code(text): 0} for seen, text in zip(last[2:], (kind, default))]
         else:
-            rows.append([code(name), note, kind, default])
+            rows.append([code(name), note, {code(kind): 0}, {code(default): 0}])
     kind, note = entry.returns
     if note or (kind and kind != "None"):
-        rows.append(["*returns*", note, kind, ""])
-    cells = [[name, markdown(note, cell=True), code(kind), code(default)] for name, note, kind, default in rows]
+        rows.append(["*returns*", note, {code(kind): 0}, {}])
+    cells = [[name, markdown(note, cell=True), *(", ".join(filter(None, seen)) for seen in others)] for name, note, *others in rows]
     heads = ["fields" if entry.kind == "class" and not entry.signature else "parameter", "what it is", "type", "default"]
     keep = [i for i in range(4) if i == 0 or any(row[i] for row in cells)]
     lines = [[heads[i] for i in keep], ["---"] * len(keep), *([row[i] for i in keep] for row in cells)]

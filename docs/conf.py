@@ -21,6 +21,7 @@ html_domain_indices = False
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 exclude_patterns = ["**.ipynb_checkpoints"]
 add_module_names = toc_object_entries = False
+smartquotes_action = "qe" # no dashes: `--plan` stays what is typed
 maximum_signature_line_length = 84
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
@@ -54,6 +55,13 @@ def leave_mathematics_alone(app, doctree):
             node["no-wrap"] = True
             node["ids"] += [f"equation-{tag}" for tag in re.findall(r"\\tag\{(\w+)\}", text)]
             node.children = [nodes.Text(rf"\[{text}\]")]
+
+
+def only_pictures_have_captions(app, doctree):
+    "Take from tables and texts the caption that MyST-NB gives to every output of a cell."
+    for figure in list(doctree.findall(nodes.figure)):
+        if not any(figure.findall(nodes.image)):
+            figure.replace_self([child for child in figure.children if not isinstance(child, nodes.caption)])
 
 
 def definition(text, doc):
@@ -157,6 +165,7 @@ def setup(app):
     for full in NAMES["definitions"]:
         LAST.setdefault(full.split(".")[-1], []).append(full)
     app.connect("doctree-read", leave_mathematics_alone)
+    app.connect("doctree-read", only_pictures_have_captions)
     for step in (link_names, link_numbers, one_anchor_an_equation):
         app.connect("doctree-resolved", step)
     app.connect("html-page-context", for_screen_readers, priority=900) # after the theme

@@ -222,7 +222,7 @@ def atomic_folder(
         yield partial
         write_json(partial / "manifest.json", {"files": contents(partial)})
 
-def contents(folder: Path) -> dict: # name -> bytes and sha256
+def contents(folder: Path) -> dict: # -> name -> bytes and sha256
     "Return size and SHA-256 of every file in a folder except its manifest."
     files = {}
     for path in sorted(folder.rglob("*")):

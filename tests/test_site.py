@@ -147,6 +147,19 @@ def test_parameters_and_their_comments_are_read_from_the_source():
     assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
 
 
+@pytest.mark.parametrize("line, notes, result", [
+    ("def f(mixer, bf16, most): # most: largest error", ["", "", "largest error"], ""),
+    ("def f(x, w, s): # x (B,T) input; w, s: of a job", ["(B,T) input", "of a job", "of a job"], ""),
+    ("def f(b, bias=None): # (B,T) logits, or (B,1), (D,) added", ["(B,T) logits, or (B,1)", "(D,) added"], ""),
+    ("def f(model, tokens: Tensor, s): # (B,T), settings -> (n,)", ["", "(B,T)", "settings"], "(n,)"),
+    ("def f(task, seeds): # (B,K)", ["", ""], "(B,K)"),
+    ("def f(config, group): # -> model, its walk", ["", ""], "model, its walk"),
+    ("def f(a, b, c): # as in `fit`", ["as in `fit`"] * 3, "")])
+def test_the_comment_of_a_line_goes_to_those_it_speaks_of(line, notes, result):
+    (entry,) = api.exported(f"{line}\n    'F.'", "m")
+    assert [row[3] for row in entry.rows] == notes and entry.returns[1] == result
+
+
 def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "REPOSITORY", "https://github.com/someone/longhorn-kit")
     build.write_colab(tmp_path)

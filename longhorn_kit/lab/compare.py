@@ -63,7 +63,7 @@ MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet
               ("longhorn", "mamba2"), ("longhorn", "gated_deltanet"))
 EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
 
-def mqar_cells(record: dict, d_state: int = 16) -> list[dict]: # one per size and width: mixer -> cell
+def mqar_cells(record: dict, d_state: int = 16) -> list[dict]: # -> one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
     places = {}
     for cell in record["results"]["cells"]:
@@ -168,7 +168,7 @@ def compare_language(
     return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-n25
-def reads(passes: str, *compares: Callable) -> Callable: # "once" or "repeated"
+def reads(passes: str, *compares: Callable) -> Callable: # passes: "once" or "repeated"
     "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
     kind = lambda record: "once" if len(evaluations(record["results"])) == 1 else "repeated"
     return lambda record: [found for compare in compares for found in compare(record)] if kind(record) == passes else []

@@ -23,7 +23,7 @@ from ..records import (
 # %% ../../nbs/machine/corpus.ipynb #corpus-007
 PARTS = ("train", "val")
 
-def tokenise(rows: dict, tokenizer: Any, cut: Callable) -> dict: # names and texts; document -> (part, text) pairs
+def tokenise(rows: dict, tokenizer: Any, cut: Callable) -> dict: # cut: document -> (part, text) pairs
     "Return lists with an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
     pieces = {"part": [], "tokens": [], "bytes": []}
     for part, text in (piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)):

@@ -39,7 +39,7 @@ def harness() -> Any:
     return lm_eval
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-010
-def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]: # ranks of byte strings
+def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]: # ranks: of byte strings
     "Return the two parts that byte-pair encoding joins last to make this token."
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -188,7 +188,7 @@ def harness_model(folder: str | Path, tokenizer: str | None = None, context: int
 class UnknownTask(ValueError):
     "No task has this name."
 
-def manager_for(names: list[str], include: str | Path | None) -> Any: # folder with further tasks
+def manager_for(names: list[str], include: str | Path | None) -> Any: # include: folder with further tasks
     "Return lm-eval's TaskManager that knows all these names; UnknownTask if one does not exist."
     harness()
     from lm_eval import tasks
@@ -242,7 +242,7 @@ def expand_tasks(names: str | Iterable[str]) -> list[str]: # names of tasks and 
     return list(dict.fromkeys(task for word in words for task in TASK_PRESETS.get(word, (word,))))
 
 # %% ../../nbs/machine/evaluation.ipynb #99276d78
-def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # from `expand_tasks`
+def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # names: from `expand_tasks`
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)
     found = {"tasks": {}, "groups": {}, "group_map": {}}

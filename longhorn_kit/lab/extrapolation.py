@@ -48,7 +48,7 @@ def stream_losses(model: SequenceLM, windows: Tensor, chunk: int): # (B,M+1) tok
         yield F.cross_entropy(logits.transpose(1, 2).float(), piece[:, 1:], reduction="none"), cache
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-012
-def cut(tokens: np.ndarray, length: int, total: int) -> Tensor: # (total/L,L+1)
+def cut(tokens: np.ndarray, length: int, total: int) -> Tensor: # -> (total/L,L+1)
     "Return windows of L tokens and one more, in a row, that predict `total`; ValueError if the text is too short."
     if len(tokens) < total + 1:
         raise ValueError(f"the held-out text has {len(tokens):,} tokens; {total + 1:,} are needed")
@@ -64,7 +64,7 @@ def window_losses(model: SequenceLM, windows: Tensor, s: Any) -> np.ndarray: # (
     return torch.cat(losses).cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-015
-def sliding_loss(model: SequenceLM, tokens: np.ndarray, total: int, s: Any) -> float: # nats per token
+def sliding_loss(model: SequenceLM, tokens: np.ndarray, total: int, s: Any) -> float: # -> nats per token
     "Return the mean loss of the second halves of windows of T tokens that start every T/2 of `total` tokens."
     half = s.context // 2
     windows = torch.cat([cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)])
@@ -110,7 +110,7 @@ COLOURS = ("brown", "green", "white", "black", "ochre", "lilac", "amber", "ivory
 LONGEST = 6 # bytes of every answer, so no tokenizer needs more tokens
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n18
-def needle(kind: str, seed: int, choices: int) -> tuple[str, str, list[str]]: # ten seeds in a row have ten colours
+def needle(kind: str, seed: int, choices: int) -> tuple[str, str, list[str]]: # seed: ten in a row have ten colours
     "Return the sentence to hide, the start of the sentence to complete, and possible answers, the right one first."
     rng = np.random.default_rng(seed)
     if kind == "passkey":
@@ -268,7 +268,7 @@ LAPTOP = Config(
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
-def measure(model: SequenceLM, texts: Any, s: Any) -> dict: # from `open_texts`
+def measure(model: SequenceLM, texts: Any, s: Any) -> dict: # texts: from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, before and after finetuning."
     words, val = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
     autocast = lambda: torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)

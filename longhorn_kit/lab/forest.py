@@ -9,6 +9,7 @@ __all__ = ['COLOURS', 'TITLES', 'WIDE', 'NARROW', 'mark', 'axis', 'drawing', 'pi
 import math
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 import longhorn_kit
 from .stats import show
@@ -16,8 +17,8 @@ from .stats import show
 # %% ../../nbs/machine/forest.ipynb #39_forest-006
 COLOURS = {"holds": "--h", "does not hold": "--d"} # CSS variable per verdict; all others are grey
 TITLES = {"points": "Points of accuracy", "times": "Times as fast", "%": "Per cent"} # other units serve as titles
-WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, above=0)
-NARROW = dict(width=380, label=6, plot=(16, 146), number=158, n=None, verdict=374, step=48, above=20)
+WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
+NARROW = dict(width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44)
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-007
 def mark(x: float, y: float, verdict: str) -> str:
@@ -63,13 +64,17 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
     return lambda value: min(max((log(value) + reach) / (2 * reach), 0), 1) * (right - left) + left, ticks
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-010
-def _row(row, y, place, layout):
-    "Draw one row: band, label, interval, ring, mark, number, seeds, verdict."
-    found, comparison, step = row.judgement, row.comparison, layout["step"]
-    middle = y + step / 2 if not layout["above"] else y + 33
+def _label(row, layout):
+    "Return the lines of a row's label."
+    return wrap(": ".join(filter(None, (getattr(row, "scale", ""), row.comparison.label))), layout["chars"])
+
+def _row(row, y, height, place, layout):
+    "Draw one row: label, interval, ring, mark, number, seeds, verdict."
+    found, comparison = row.judgement, row.comparison
+    middle = y + (height / 2 if layout["n"] else height - 15)
     colour, (left, right) = COLOURS.get(found.verdict, "--u"), layout["plot"]
-    label = ": ".join(filter(None, (getattr(row, "scale", ""), comparison.label)))
-    parts = [_text(layout["label"], y + (17 if not layout["above"] else 15), label)]
+    first = y + (17 if layout["n"] else 15)
+    parts = [_text(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))]
     low = max(found.low, 1e-9) if comparison.unit == "times" else found.low
     ends = [place(low), place(found.high)] if found.n > 1 else []
     if ends:
@@ -83,10 +88,8 @@ def _row(row, y, place, layout):
     seeds = f"n = {found.n}"
     parts += [mark(place(found.difference), middle, found.verdict), _text(layout["number"], middle + 4, number)
               ] if found.n else [_text(left, middle + 4, found.why)]
-    if layout["n"]:
-        parts.append(_text(layout["n"], middle + 4, seeds, "dim"))
-    elif len(label) < 50: # on a phone there is room only behind a short label
-        parts.append(_text(layout["verdict"], y + 15, seeds, "dim", "end"))
+    parts.append(_text(layout["n"], middle + 4, seeds, "dim") if layout["n"] else
+                 _text(layout["verdict"], first, seeds, "dim", "end"))
     parts.append(_text(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
     return parts
 
@@ -97,22 +100,24 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
     for unit in dict.fromkeys(row.comparison.unit for row in rows):
         panel = [row for row in rows if row.comparison.unit == unit]
         place, ticks = axis(panel, unit, layout["plot"])
-        zero, top = place(1 if unit == "times" else 0), y + 22
+        zero, line = place(1 if unit == "times" else 0), y + 22
         parts.append(_text(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold"))
         against, pro = ("slower", "faster") if unit == "times" else ("against", "for the claim")
         parts += [
             _text(zero - 6, y + 15, f"← {against}", "dim", "end"), _text(zero + 6, y + 15, f"{pro} →", "dim"),
         ] if layout["n"] else [_text(layout["verdict"], y + 15, f"{pro} →", "dim", "end")]
         for i, row in enumerate(panel):
-            line = top + i * layout["step"]
+            height = layout["step"] + 16 * (len(_label(row, layout)) - 1)
             if i % 2 == 0:
-                size = f'width="{layout["width"]}" height="{layout["step"]}"'
+                size = f'width="{layout["width"]}" height="{height}"'
                 parts.append(f'<rect x="0" y="{line}" {size} style="fill:var(--band)"/>')
-            down = f"{line + layout['above']}v{layout['step'] - layout['above']}"
+            gap = 0 if layout["n"] else height - 28
+            down = f"{line + gap}v{height - gap}"
             bound = zero if unit == "times" else place(-row.comparison.margin)
             parts.append(f'<path d="M{bound:.1f} {down}" style="stroke:var(--dim)"/>')
-            parts += _row(row, line, place, layout)
-        y = top + len(panel) * layout["step"] + 16
+            parts += _row(row, line, height, place, layout)
+            line += height
+        y = line + 16
         parts += [_text(place(tick), y, f"{tick:g}".replace("-", "\u2212"), "dim", "middle") for tick in ticks]
         y += 14
     return parts, y
@@ -122,7 +127,7 @@ def picture(rows: list, narrow: bool = False, title: str = "Results: one row per
     "Return the plot as one SVG element, with its colours."
     layout = NARROW if narrow else WIDE
     parts, height = drawing(rows, layout)
-    description = escape(f"{title}. The table below has the same rows.")
+    description = escape(f"{title.removesuffix('.')}. A table has the same rows.")
     return svg(description, layout["width"], height, f"<title>{description}</title>", *parts)
 
 def svg(description: str, width: float, height: float, *parts: str) -> str:

@@ -122,7 +122,7 @@ def open_part(
     places = [Path(data) / name for name in names]
     return folder_images(next(filter(Path.is_dir, places), places[0]))
 
-def open_data(data: str) -> tuple: # readers of training and held-out images
+def open_data(data: str) -> tuple: # -> readers of training and held-out images
     "Return both parts of a data set; ValueError if their classes differ."
     train, val = (open_part(data, part) for part in ("train", "val"))
     if data.startswith("wds:"): # one part may lack the last classes
@@ -200,7 +200,7 @@ class Augmented(Images):
         return *super().__getitem__(len(self))[:2], broken # the training process raises
 
 # %% ../../nbs/machine/images.ipynb #images-022
-def posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image: # of 8 per channel
+def posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image: # bits_to_keep: of 8
     "Return a posterized image; black for 0 bits, where Pillow 13 raises an error."
     return auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 

@@ -170,7 +170,7 @@ def seen_windows(tokens, config: TrainConfig) -> np.ndarray: # (steps·batch_siz
     return torch.cat([torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in batches]).numpy()
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-069
-def trigram(windows, tokens, size=256) -> np.ndarray: # windows to count (W,L), bytes to predict (M,) -> (M-2,)
+def trigram(windows, tokens, size=256) -> np.ndarray: # (W,L) to count, (M,) bytes to predict -> (M-2,)
     "Return the probability of each byte from the third on by equation (2)."
     w, t = (np.asarray(part).astype(np.int64) for part in (windows, tokens))
     p = np.full(len(t) - 2, 1 / size)
@@ -204,7 +204,7 @@ def state_numbers(model: SequenceLM) -> int:
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-076
 @torch.no_grad()
-def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # text (1,M); lengths rise; tokens timed at once
+def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # tokens (1,M); steps: timed at once
     "Return the median time per decoded token (ms) and the numbers in the cache."
     caches, cache, times, tokens = [], None, [[] for _ in lengths], tokens.to(model.embedding.weight.device)
     for first, last in zip((0, *lengths), lengths):

@@ -52,7 +52,7 @@ class Texts:
                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n10
-def tokens_of(path: Path, tokenizer) -> tuple: # token ids (M,), bytes
+def tokens_of(path: Path, tokenizer) -> tuple: # -> token ids (M,), bytes
     "Return a file's tokens with end marks, and its bytes, one per mark."
     texts = [text for _, text in file_documents(path)]
     parts = [part for text in texts for part in (tokenizer.encode(text), [tokenizer.end])]
@@ -202,7 +202,7 @@ def check_finite(model, folder: str | Path) -> None:
             raise ValueError(f"the model in {folder} is useless: {name} is not finite; its training diverged")
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n26
-def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # of a saved model
+def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # folder: of a saved model
     "Return the name of a model's tokenizer."
     path = Path(folder) / "tokenizer.json"
     if path.exists():

@@ -57,7 +57,7 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
         raise ValueError(f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})") from None
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n09
-def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # claim and record of the run
+def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # name: of the claim; record: of the run
     "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
     claim, command = find_claim(name), (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
@@ -183,7 +183,7 @@ def front() -> list[Row]:
     return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in chosen]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-095
-def cells(row: Row) -> tuple[str, str, str, str, str]: # comparison, published, here, n, verdict
+def cells(row: Row) -> tuple[str, str, str, str, str]: # -> comparison, published, here, n, verdict
     "Return the texts of a row."
     found, unit = row.judgement, row.comparison.unit
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
@@ -204,7 +204,7 @@ def _aligned(texts: tuple, widths: tuple) -> list[str]:
     return ["  " + line for line in lines.splitlines()[1:]]
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n30
-def ledger_text(rows: list[Row], width: int = 80) -> str: # characters per line
+def ledger_text(rows: list[Row], width: int = 80) -> str: # width: characters per line
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
     say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
@@ -264,7 +264,7 @@ def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table, each verdict with its class."
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
-def section(name: str, rows: list[Row], plot: bool = True) -> str: # name of a claim, the ledger
+def section(name: str, rows: list[Row], plot: bool = True) -> str: # name: of a claim; rows: the ledger
     "Write a claim's section as HTML: statement, figure, table, records, commands."
     found = [row for row in rows if row.claim.name == name]
     shown = templates().get_template("ledger.html.j2").module

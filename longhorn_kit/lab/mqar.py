@@ -148,7 +148,7 @@ def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Ite
         fresh = draw(task, CHUNK * batch_size, generator_of(seed, "train", block, device))
         yield from zip(*(part.split(batch_size) for part in fresh[:3]))
 
-def train(settings: dict) -> tuple: # model, steps (points,), loss and accuracy (points,2)
+def train(settings: dict) -> tuple: # -> model, steps (points,), loss and accuracy (points,2)
     "Train a job's model until it solves the task or its steps are over."
     s, task, device = SimpleNamespace(**settings), Task(**settings["task"]), "cuda" if settings["gpu"] else "cpu"
     with torch.random.fork_rng([]):
@@ -267,7 +267,7 @@ PRESETS = {
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-035
 @torch.no_grad()
 def accuracy(
-    model: SequenceLM, task: Task, settings: dict, streams: int, # of the job: seed and precision; test streams
+    model: SequenceLM, task: Task, settings: dict, streams: int, # settings: seed and precision; streams: to test
     kind: str = "", amount: float = 0.0, # see `perturb_keys`
 ) -> dict[str, float]:
     "Return the shares of answers with a key's last value (right) and with the first one of a rewritten key (stale)."
@@ -330,7 +330,7 @@ def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor: # (K,T/2)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-044
 @torch.no_grad()
-def state_changes(model: SequenceLM, tokens: Tensor) -> Tensor | None: # (T,) relative to the largest state
+def state_changes(model: SequenceLM, tokens: Tensor) -> Tensor | None: # -> (T,) relative to the largest state
     "Return how far each token (T,) moves the state of the last layer; None if that layer has no state S."
     cache = model.empty_cache(1, tokens.device)
     if not hasattr(cache[-1], "S"):

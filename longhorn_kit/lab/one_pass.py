@@ -90,7 +90,7 @@ def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tupl
         yield piece[:, :-1], piece[:, 1:]
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
-def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input, weight of the outputs in the loss
+def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input; weight: of the outputs in the loss
     "Return a mixer's outputs, and the gradients of the input and of every parameter."
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):

@@ -85,7 +85,7 @@ GROUPS |= {"others": Group(
 # %% ../../nbs/machine/plan.ipynb #plan-016
 RATES = (1.25e-3, 2e-3, 3.2e-3, 5e-3, 8e-3, 1.25e-2, 2e-2)
 
-def walk(rates: tuple, losses: dict) -> tuple: # rate -> loss of seed 0, NaN if it diverged
+def walk(rates: tuple, losses: dict) -> tuple: # losses: rate -> loss of seed 0, NaN if it diverged
     "Return the next rate to try and None, or None and the best rate."
     known = [(i, losses[rate]) for i, rate in enumerate(rates) if rate in losses]
     tried = {i: math.inf if math.isnan(loss) else loss for i, loss in known}
@@ -163,9 +163,9 @@ def about_one_pass(record: dict, *groups: str) -> str:
     names = {name for pair in pairs for name in pair}
     models = [model for name, model in models_of(record).items() if name in names and model.get("parameters")]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
-    each = "".join(
-        f"; {model['name']}: {model['parameters'] / 1e6:.1f}M parameters, {model['state_numbers'] / 1000:.0f}k state "
-        f"numbers, {model['function']}{rate(model)}" for model in models)
+    many = lambda count: f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
+    each = "".join(f"; {model['name']}: {many(model['parameters'])} parameters, {many(model['state_numbers'])} state "
+                   f"numbers, {model['function']}{rate(model)}" for model in models)
     size, commit = min(results["train_tokens"], settings["tokens"]) / 1e6, results["plan"]["commit"]
     plan = f", plan of commit {commit[:7]}" if commit else ", not the committed plan" * (record["scale"] != "laptop")
     return f"{size:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{plan}{each}"

@@ -137,7 +137,7 @@ def check_config(config):
         raise ValueError(f"seeds and search_seeds share {min(both)}; a rate is chosen on seeds that are not judged")
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-026
-def parameter_shapes(name: str, config: RecallConfig, width: int) -> dict[str, tuple]: # a key of `MEMORIES`, D
+def parameter_shapes(name: str, config: RecallConfig, width: int) -> dict[str, tuple]: # name: a key of `MEMORIES`
     "Return the shape of every parameter of a model; the parts that all models share come first."
     rates = {"longhorn_exact": width, "longhorn": width, "longhorn_scalar": 1, "gla": config.d_state}.get(name)
     token, N = config.key_size + config.embed, config.d_state
@@ -168,7 +168,7 @@ def initial(name: str, shape: tuple, generator: torch.Generator) -> Tensor:
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-032
 class RecallModel(nn.Module):
     "One layer of equation (2), for several seeds side by side."
-    def __init__(self, name: str, config: RecallConfig): # a key of `MEMORIES`
+    def __init__(self, name: str, config: RecallConfig): # name: a key of `MEMORIES`
         super().__init__()
         self.memory, self.config = MEMORIES[name], config
         generators = [torch.Generator().manual_seed(seed) for seed in config.seeds]

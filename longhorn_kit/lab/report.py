@@ -37,13 +37,13 @@ def again(record: dict) -> str:
     return command + " --fresh" * (command.startswith("longhorn reproduce") and "--fresh" not in command)
 
 # %% ../../nbs/machine/report.ipynb #40_report-030
-def flat(value: object, name: str = "") -> dict: # plain value, its name -> {"train.lr": text}
+def flat(value: object, name: str = "") -> dict: # -> {"train.lr": text}
     "Return nested settings as one line each."
     if isinstance(value, dict):
         return {key: text for part in value for key, text in flat(value[part], f"{name}.{part}".strip(".")).items()}
     return {name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)}
 
-def facts(record: dict) -> dict: # name -> text
+def facts(record: dict) -> dict: # -> name -> text
     "Return the device, versions and command of a run, and the command that repeats it."
     made, versions = record.get("made", {}), record.get("environment", {})
     found = {"computing time": duration(record["seconds"]), "device": made.get("device"),

@@ -75,7 +75,7 @@ def kind_of(kernel: str) -> str: # its name
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-010
-def shares(step) -> dict[str, float]: # kind -> share of the GPU's time
+def shares(step) -> dict[str, float]: # -> kind -> share of the GPU's time
     "Return each kind's share of the GPU time of two steps."
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CUDA]) as found:

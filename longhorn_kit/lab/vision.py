@@ -44,7 +44,7 @@ def digits() -> tuple[ImageSet, ImageSet]: # training, held out
     return tuple(ImageSet(images[part], labels[part]) for part in (~val, val))
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-014
-def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # training, held out
+def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # -> training, held out
     "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32), from the hub or from a folder."
     from datasets import Image, load_dataset
     sets = []
@@ -63,7 +63,7 @@ def normalizer(cfg: dict, device: str | torch.device) -> Callable:
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n09
 @torch.no_grad()
-def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # top 1, top 5
+def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # -> top 1, top 5
     "Return top-1 and top-5 accuracy as shares of the images."
     device, training = images.labels.device, model.training
     normalize, right = normalizer(model.pretrained_cfg, device), torch.zeros(5, device=device)

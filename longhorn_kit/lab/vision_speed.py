@@ -26,7 +26,7 @@ DEITS = { # timm's deit_tiny, made as large as the Vim of the same row
     "tiny_patch16_224": {}}
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n07
-def make_model(name: str, size: str, seed: int = 0, **options: object) -> nn.Module: # in `MODELS`, `DEITS`
+def make_model(name: str, size: str, seed: int = 0, **options: object) -> nn.Module: # name: in `MODELS`, `DEITS`
     "Return a model with its first weights, which depend on the seed alone."
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -37,7 +37,7 @@ def make_model(name: str, size: str, seed: int = 0, **options: object) -> nn.Mod
     return model
 
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-037
-def timed_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # "training" or "inference"; (B,3,H,W) on a GPU
+def timed_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # kind: "training" or "inference"
     "Return a function that takes one optimizer step, or computes the scores of a batch, in bfloat16."
     labels = torch.full((len(images), model.num_classes), 1 / model.num_classes, device=images.device)
     def loss_of(model, images):
@@ -67,7 +67,7 @@ def seconds_of(work: Callable, least: float) -> float:
     return timer.timeit(math.ceil(least / timer.timeit(2).mean)).mean
 
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-038
-def speed(name: str) -> dict: # mode -> images per second, in three rounds
+def speed(name: str) -> dict: # -> mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
     images, found = torch.randn(256, 3, 224, 224, device="cuda"), {}
     for kind in ("training", "inference"):

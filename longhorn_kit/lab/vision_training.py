@@ -223,7 +223,7 @@ def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Pa
             save_for_hf(whole, partial, model_config={"label_names": classes}, safe_serialization=True)
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-024
-def facts_of(images: dict) -> dict: # content of images.json
+def facts_of(images: dict) -> dict: # -> content of images.json
     "Return the facts by which the images of two runs are compared."
     names = zlib.crc32(repr(list(images["classes"])).encode())
     return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
@@ -240,7 +240,7 @@ def measure(batches: ImageBatches, val: Images, accelerator):
     return metrics
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-025
-def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # classifier, sampler, held-out images, facts
+def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # -> classifier, sampler, images, facts
     "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
     if (out / "lm_config.json").exists():
         raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")

@@ -172,7 +172,7 @@ def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
 # %% ../../nbs/machine/arguments.ipynb #arguments-n23
 def check_cu_seqlens(
     cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N), the caller's names for it and its last axis
+    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N); name, axis: the caller's names for it and its last axis
 ) -> list | None: # the n lengths, each None while traced; None without packing
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:

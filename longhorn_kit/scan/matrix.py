@@ -60,7 +60,7 @@ def reference_matrix_scan(
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-016
 def decayed_products(
     a: Tensor, b: Tensor, # (...,C,N) rows, (...,C,N) columns
-    g_a: Tensor, g_b: Tensor, # (...,C,1) or (...,C,N) summed log decay up to the row, and to the column, float64
+    g_a: Tensor, g_b: Tensor, # float64 (...,C,1) or (...,C,N) summed log decay up to the row, and to the column
     diagonal: int, # 0: columns up to the row itself; -1: only earlier ones
 ) -> Tensor: # (...,C,C)
     "Return `sum_n a_tn b_sn exp(g_tn - g_sn)` for s <= t + diagonal, else 0; no exponent is above 0."

@@ -71,7 +71,7 @@ WARPS = 4 if INTERPRETED else 16 if torch.version.hip else 32 # of a row: the mo
 
 @on_its_device
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, # (M,V) with rows of at least V numbers, (M,) tokens; negative: left out
+    logits: Tensor, targets: Tensor, # (M,V) with rows of at least V numbers; (M,) tokens, negative: left out
     losses: Tensor, learns: bool = True, # (M,) float32 for the result; replace the logits by their gradient
 ) -> None:
     "Write the losses of equation (1) in nats, and their gradients in place of the logits."

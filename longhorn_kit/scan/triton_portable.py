@@ -301,7 +301,7 @@ def portable_plan(
     B: int, T: int, D: int, N: int,
     packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
     checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
-    segment: int | None = None, block: int | None = None, # steps (0: no segments), channels; None: by shape
+    segment: int | None = None, block: int | None = None, # steps, 0: no segments; channels, None: by shape
 ) -> PortablePlan:
     "Choose block sizes and segments. Packing changes no bit of a sequence."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
