@@ -109,8 +109,7 @@ def seeds_of(model: dict, n: int) -> dict: # n: seeds of the group
 def doubt_about(pair: tuple, found: dict, n: int) -> str:
     "Say why a pair of models has no verdict yet; empty if it can have one."
     models = [found[name] for name in pair]
-    lost = lambda model: any(run.get("diverged") for run in model["runs"] if run["seed"] <= n)
-    failed = [model["name"] for model in models if lost(model)]
+    failed = [m["name"] for m in models if any(run.get("diverged") for run in m["runs"] if run["seed"] <= n)]
     if failed:
         return f"{' and '.join(failed)} diverged"
     least = min(len(seeds_of(model, n)) for model in models)
