@@ -65,7 +65,6 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-010
 def _label(row, layout):
-    "Return the lines of a row's label."
     return wrap(": ".join(filter(None, (getattr(row, "scale", ""), row.comparison.label))), layout["chars"])
 
 def _row(row, y, height, place, layout):
