@@ -61,7 +61,8 @@ def pieces(text: str) -> list:
 
 def share(text: str, types: dict) -> dict:
     """Give a line's comment to its parameters, name -> type: by "name: text" and "name (shape)"; in their order if it
-    has as many parts as the line has parameters, or tensors, or parameters from the first tensor on; else to all."""
+    has as many parts as the line has parameters, or tensors, or parameters from the first tensor on; else to the only
+    one that may be None, for "None: text", or is a tensor, for "(shape)"; else to all."""
     name = "|".join(map(re.escape, types))
     labels = list(re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text))
     if labels:
@@ -74,7 +75,8 @@ def share(text: str, types: dict) -> dict:
     for names in (list(types), *([tensors, later] if text.startswith("(") else [])):
         if len(parts) == len(names):
             return dict(zip(names, parts))
-    return dict.fromkeys(tensors if len(tensors) == 1 and text.startswith("(") else types, text)
+    meant = [one for one, kind in types.items() if "None" in kind] if text.startswith("None:") else tensors if text.startswith("(") else []
+    return dict.fromkeys(meant if len(meant) == 1 else types, text)
 
 
 def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, first: int) -> tuple:

@@ -65,7 +65,6 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-010
 def _label(row, layout):
-    "Return the lines of a row's label."
     return wrap(": ".join(filter(None, (getattr(row, "scale", ""), row.comparison.label))), layout["chars"])
 
 def _row(row, y, height, place, layout):
@@ -85,11 +84,10 @@ def _row(row, y, height, place, layout):
     if comparison.published is not None:
         parts.append(_ring(place(comparison.published), middle))
     number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (comparison.unit == "times")
-    seeds = f"n = {found.n}"
     parts += [mark(place(found.difference), middle, found.verdict), _text(layout["number"], middle + 4, number)
               ] if found.n else [_text(left, middle + 4, found.why)]
-    parts.append(_text(layout["n"], middle + 4, seeds, "dim") if layout["n"] else
-                 _text(layout["verdict"], first, seeds, "dim", "end"))
+    parts.append(_text(layout["n"] or layout["verdict"], middle + 4 if layout["n"] else first, f"n = {found.n}", "dim",
+                       "start" if layout["n"] else "end"))
     parts.append(_text(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
     return parts
 
@@ -111,8 +109,7 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
             if i % 2 == 0:
                 size = f'width="{layout["width"]}" height="{height}"'
                 parts.append(f'<rect x="0" y="{line}" {size} style="fill:var(--band)"/>')
-            gap = 0 if layout["n"] else height - 28
-            down = f"{line + gap}v{height - gap}"
+            down = f"{line}v{height}" if layout["n"] else f"{line + height - 28}v28"
             bound = zero if unit == "times" else place(-row.comparison.margin)
             parts.append(f'<path d="M{bound:.1f} {down}" style="stroke:var(--dim)"/>')
             parts += _row(row, line, height, place, layout)

@@ -57,7 +57,7 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
         raise ValueError(f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})") from None
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n09
-def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # name: of the claim; record: of the run
+def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # name: of the claim
     "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
     claim, command = find_claim(name), (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
@@ -264,7 +264,7 @@ def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table, each verdict with its class."
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
-def section(name: str, rows: list[Row], plot: bool = True) -> str: # name: of a claim; rows: the ledger
+def section(name: str, rows: list[Row], plot: bool = True) -> str: # name: of a claim
     "Write a claim's section as HTML: statement, figure, table, records, commands."
     found = [row for row in rows if row.claim.name == name]
     shown = templates().get_template("ledger.html.j2").module

@@ -146,7 +146,7 @@ def draw_weights(model: nn.Module):
 class Backbone(nn.Module):
     "Embedding, blocks and read-out, for training."
 
-    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None): # sizes, mixer, options
+    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None): # config: sizes, mixer, options
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)

@@ -197,7 +197,7 @@ def slow_to_fast(size: int) -> tuple: # -> places from 0 to 1 (size,) and logari
 class RWKV5(TokenShift):
     "RWKV-5 with one learnt decay and bonus per head. Source: Peng et al., arXiv 2404.05892, as x051a of RWKV-LM."
 
-    def __init__(self, d_model: int, n_heads: int | None = None): # n_heads: None: of a size near 64
+    def __init__(self, d_model: int, n_heads: int | None = None): # None: of a size near 64
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25) # for k, v, r and g
         place, rate = slow_to_fast(self.n_heads)
         self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
@@ -303,7 +303,7 @@ class Mamba2(ConvMixer):
 class DeltaNet(ConvMixer):
     "The delta rule with keys of length one. Sources: Schlag et al., 2102.11174; Yang et al., 2406.06484 (arXiv)."
 
-    def __init__(self, d_model: int, n_heads: int | None = None, d_conv: int = 4): # n_heads: None: keys of about 128
+    def __init__(self, d_model: int, n_heads: int | None = None, d_conv: int = 4): # None: keys of about 128
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128), d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)

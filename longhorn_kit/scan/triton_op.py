@@ -59,7 +59,7 @@ def _portable_instead(why): # cached: one warning per reason
 
 
 @cache
-def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # device: index of the GPU; wide: more than 16 states
+def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # device: its index; wide: more than 16 states
     "Return whether the fast kernels of a form may run on a GPU; warn if not. The first answer holds."
     why = _obstacles.get(form if form in ("diagonal", "exact") else "selective")
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
