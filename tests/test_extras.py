@@ -42,7 +42,7 @@ def test_the_table_of_extras_agrees_with_pyproject():
 
 
 def test_the_package_imports_only_what_an_extra_brings():
-    known = {"torch", "numpy", "safetensors", "triton", "longhorn_kit", "tiktoken_ext", "psutil", "matplotlib_inline", # with tiktoken, accelerate, IPython
+    known = {"torch", "numpy", "safetensors", "triton", "longhorn_kit", "tiktoken_ext", "psutil", "IPython", "matplotlib_inline", # with tiktoken, accelerate, jupyterlab
              "torchvision", *sum(EXTRAS.values(), ()), *sys.stdlib_module_names} # torchvision: only mended if it is there
     for path in (ROOT / "longhorn_kit").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
