@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
+from longhorn_kit import records
 from longhorn_kit.lab import corpus, data
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import SEPARATOR, load_documents
@@ -298,6 +299,27 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError) as caught, exclusive_lock(tmp_path):
         pass
     assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
+    real, removed = records.locked, []
+    def locked(folder, wait):
+        if not removed:
+            removed.append(folder.rmdir())  # by another process, between two calls of this one
+        return real(folder, wait)
+    monkeypatch.setattr(records, "locked", locked)
+    with exclusive_lock(tmp_path / "a") as alone:
+        assert alone and removed and (tmp_path / "a").is_dir()
+
+
+def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
+    no_locks(monkeypatch, errno.ENOSYS)
+    source, place, opened = write(tmp_path / "a.txt"), corpus.place, []
+    monkeypatch.setattr(corpus, "place", lambda folder, *more: (opened.append(open(folder / "train.bin", "r+b")), place(folder, *more)))
+    found = prepare(source, cache=tmp_path / "cache")
+    with opened[0] as file:
+        file.write(b"overwritten")
+    assert bytes_of(found) == expected(source)
 
 
 @pytest.mark.parametrize("apart", ["locks", "ranks", None])
