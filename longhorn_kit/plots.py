@@ -91,9 +91,9 @@ def plot_seeds(
     return line
 
 # %% ../nbs/machine/plots.ipynb #plots-table
-def show_table(title: str, header: list, rows: list) -> None: # rows of cells
+def show_table(title: str, header: list, rows: list) -> None: # title: may be empty; rows: of cells
     "Show a Markdown table in a notebook."
     from IPython.display import Markdown, display
     cells = lambda row: " | ".join(str(cell).replace("|", "\\|") for cell in row)
     lines = [f"| {cells(row)} |" for row in (header, ["---"] * len(header), *rows)]
-    display(Markdown(f"**{title}**\n\n" + "\n".join(lines)))
+    display(Markdown("\n".join([f"**{title}**\n"] * bool(title) + lines)))
