@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from .extras import need
+from .records import NAMES
 
 need("longhorn_kit.plots", "book", "matplotlib")
 import matplotlib as mpl
@@ -25,14 +26,7 @@ COLORS = {
     "mamba_input_a": "#785A78", "mamba2": "#B42D4B", "gated_deltanet": "#5A96F0", "retnet": "#96A55A",
     "hgrn2": "#D200B4", "rwkv5": "#6978FF", "rwkv6": "#692DFF",
 }
-LABELS = {
-    "longhorn_exact": "exact", "longhorn": "diagonal",
-    "longhorn_scalar": "one rate", "longhorn_decoupled": "decoupled",
-    "mamba": "Mamba", "attention": "attention", "deltanet": "DeltaNet",
-    "linear_attention": "linear attention", "gla": "GLA",
-    "mamba_input_a": "Mamba with A from the input", "mamba2": "Mamba-2", "gated_deltanet": "Gated DeltaNet",
-    "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
-}
+LABELS = {name: NAMES[name] for name in COLORS}
 INK = "#7A7A7A"
 
 # %% ../nbs/machine/plots.ipynb #plots-006

@@ -378,6 +378,15 @@ def locked(folder: Path, wait: bool) -> int | None:
         return None
     return handle
 
+# %% ../nbs/machine/records.ipynb #records-names
+NAMES = {
+    "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "one rate",
+    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
+    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT",
+    "mamba_input_a": "Mamba with A from the input", "linear_attention": "linear attention",
+    "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
+    "attention_without_positions": "plain attention"}
+
 # %% ../nbs/machine/records.ipynb #records-root-2
 def records_root() -> Path:
     "Return the folder above the kit's own records: the checkout, or the copy in an installed package."

@@ -23,9 +23,10 @@ from .compare import (
     compare_training, compare_vision, no_fast_kernel, reads)
 from .plan import about_one_pass, compare_losses, compare_tokens_saved
 from .published import (
-    CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, NAMES, OFFICIAL_PARAMETERS, THREAD, recall_gains)
+    CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, OFFICIAL_PARAMETERS, THREAD, recall_gains)
 from .run import Experiment
 from .stats import LEVEL, Comparison, Judgement, judge
+from ..records import NAMES
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-005
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable
 from statistics import mean
 
-from .published import EXTRAPOLATION, NAMES, OPENWEBTEXT
+from .published import EXTRAPOLATION, OPENWEBTEXT
 from .stats import MARGINS, Comparison, Judgement, judge_ratios
+from ..records import NAMES
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-007
 def edge(rates: dict) -> str: # model -> (best learning rate, all tried rates, as numbers or as keys of a record)

@@ -10,15 +10,6 @@ __all__ = ['THREAD', 'CODE', 'FIGURE', 'OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_IN
 # %% ../../nbs/machine/published.ipynb #38_published-003
 from statistics import mean
 
-# %% ../../nbs/machine/published.ipynb #38_published-004b
-NAMES = {
-    "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "one rate",
-    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
-    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT",
-    "mamba_input_a": "Mamba with A from the input", "linear_attention": "linear attention",
-    "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
-    "attention_without_positions": "plain attention"}
-
 # %% ../../nbs/machine/published.ipynb #38_published-005
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
 OPENWEBTEXT = {
