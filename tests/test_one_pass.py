@@ -174,7 +174,9 @@ def test_missing_models_count_in_the_correction():
         {"exact N=64": 1.25, "Mamba N=64": 1.5}, {name: 1.25 + 0.25 * (i > 0) for i, name in enumerate(
             ("exact N=64", "Mamba N=64", "diagonal N=64", "Gated DeltaNet"))}))
     assert all(c.planned for c in alone + whole) and [bool(c.differences) for c in alone] == [False, True, False, False]
-    assert compare_losses(toy({"exact N=64": 1.0, "Mamba N=64": 2.0}, (1, 2)), "equal-state")[1].doubt == "2 of 5 seeds so far"
+    assert [c.waits for c in alone] == [True, False, True, True] and not any(c.waits for c in whole)
+    early = compare_losses(toy({"exact N=64": 1.0, "Mamba N=64": 2.0}, (1, 2)), "equal-state")[1]
+    assert early.waits and early.doubt == "2 of 5 seeds so far"
 
 
 @given(st.floats(1, 2), st.floats(1, 2))

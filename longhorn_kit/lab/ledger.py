@@ -178,7 +178,7 @@ def front() -> list[Row]:
     "Return the rows of the front page that were measured or cannot be judged, from the recorded runs."
     rows = ledger("recorded runs only")
     found = lambda name, scale, which: [row for row in rows if (row.claim.name, row.scale) == (name, scale)][which:][:1]
-    known = lambda c: (c.differences or c.doubt) and not c.doubt.endswith("so far") # no look before the last seed
+    known = lambda c: (c.differences or c.doubt) and not c.waits # no look before the last seed
     chosen = [(row, words) for *where, words in FRONT for row in found(*where) if known(row.comparison)]
     return [replace(row, scale="", comparison=replace(row.comparison, label=words)) for row, words in chosen]
 

@@ -106,14 +106,14 @@ def seeds_of(model: dict, n: int) -> dict: # n: seeds of the group
     "Return the finished judged runs of a model by seed."
     return {run["seed"]: run for run in model["runs"] if run["seed"] <= n and not run.get("diverged")}
 
-def doubt_about(pair: tuple, found: dict, n: int) -> str:
-    "Say why a pair of models has no verdict yet; empty if it can have one."
+def doubt_about(pair: tuple, found: dict, n: int) -> tuple: # -> waits, doubt
+    "Say whether a pair of models waits for seeds, and why it has no verdict yet; empty if it can have one."
     models = [found[name] for name in pair]
     failed = [m["name"] for m in models if any(run.get("diverged") for run in m["runs"] if run["seed"] <= n)]
     if failed:
-        return f"{' and '.join(failed)} diverged"
+        return False, f"{' and '.join(failed)} diverged"
     least = min(len(seeds_of(model, n)) for model in models)
-    return f"{least} of {n} seeds so far" if least < n else edge(
+    return least < n, f"{least} of {n} seeds so far" if least < n else edge(
         {model["name"]: (model["lr"], model["bracket"]) for model in models})
 
 # %% ../../nbs/machine/plan.ipynb #plan-020
@@ -126,10 +126,9 @@ def compare_pairs(
     for pair in pairs if mine else ():
         runs = [seeds_of(found[name], n) if name in found else {} for name in pair]
         differences = tuple(measure(runs[0][seed], runs[1][seed]) for seed in sorted(runs[0].keys() & runs[1].keys()))
-        doubt = doubt_about(pair, found, n) if found.keys() >= set(pair) else ""
-        waits = len(differences) < n and "diverged" not in doubt
+        waits, doubt = doubt_about(pair, found, n) if found.keys() >= set(pair) else (True, "")
         doubt = "" if waits and not differences else doubt # nothing is there yet
-        comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, planned=True, **more))
+        comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, planned=True, waits=waits, **more))
     return comparisons
 
 def compare_losses(record: dict, *groups: str) -> list[Comparison]:

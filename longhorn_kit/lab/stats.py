@@ -28,6 +28,7 @@ class Comparison:
     doubt: str = ""                # why there can be no verdict
     published: float | None = None # the paper's difference, same unit
     planned: bool = False          # by a plan: it counts in the correction, with a verdict or without
+    waits: bool = False            # planned seeds are missing
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-008
 def holm(values: list[float]) -> list[float]: # p-values of one claim, in any order
