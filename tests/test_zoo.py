@@ -129,5 +129,5 @@ def test_the_table_is_complete():
 def test_the_formulas_are_valid_for_matplotlib():
     from matplotlib.mathtext import MathTextParser
     for layer in ZOO.values():
-        for formula in (layer.objective, layer.update):
+        for formula in filter(None, (layer.objective, layer.where, layer.update)):
             MathTextParser("path").parse(f"${formula}$")

@@ -167,6 +167,7 @@ class Layer:
     keys: Callable = _same # applied to the keys before the step
     batch: int = 1   # pairs that one step takes; with more than one, k is (batch,N) and x (batch,D)
     remark: str = "" # parts that the row leaves out
+    where: str = ""  # LaTeX of the gate in the objective
 
     @property
     def verified_by(self) -> str:
@@ -185,14 +186,14 @@ def draw_gates(
     return {name: normalize(gate, dim=-1) if name == "kappa" else gate for name, gate in gates.items()}
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-048
-def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, where="", **more):
+def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, **more):
     "Return a row of the gated family; `choose(k, **gates)` gives the lemma's (a, c), `rest` is LaTeX for 1 - a."
     def oracle(S, k, x, **gates):
         chosen_a, chosen_c = choose(k, **gates)
         return GATED.minimise(S, k, x, a=chosen_a, c=chosen_c)
     rest = rest or "1-" + a
     fade = rf"\Vert S-S'\Vert^2_{{{a}}}+\Vert S\Vert^2_{{{rest}}}" if a else r"\Vert S-S'\Vert^2"
-    objective = rf"{fade}-2\langle Sk,{c}x\rangle" + (rf",\ \ {where}" if where else "")
+    objective = rf"{fade}-2\langle Sk,{c}x\rangle"
     family = "fades" if a else "adds"
     return Layer(name, family, objective, update, source, arxiv, step, oracle, gates, **more)
 
@@ -335,6 +336,6 @@ def zoo_markdown(layers: Iterable | None = None) -> str:
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in layer.arxiv)
-        objective = layer.objective.replace(r",\ \ ", "$, $") # a long cell breaks before its gate
-        lines.append(f"| {layer.name} | ${objective}$ | ${layer.update}$ | {layer.source} {links} |")
+        where = f", ${layer.where}$" if layer.where else "" # a long cell breaks before its gate
+        lines.append(f"| {layer.name} | ${layer.objective}${where} | ${layer.update}$ | {layer.source} {links} |")
     return "\n".join(lines)
