@@ -54,6 +54,12 @@ def test_weights_drawn_again_scale_no_update_twice():
     assert all(torch.equal(block.mixer.out_proj.weight, weight) for block, weight in zip(model.blocks, before))
 
 
+def test_device_and_dtype_are_arguments_as_in_pytorch():
+    plain, half, far = (build(NANO[2], **place).state_dict() for place in ({}, dict(dtype=torch.bfloat16), dict(device="meta")))
+    assert {n for n, p in half.items() if p.dtype is torch.float32} == {n for n in plain if n.endswith(("A_log", "D_skip"))}
+    assert all(torch.equal(p, plain[n].to(p.dtype)) and far[n].is_meta for n, p in half.items())
+
+
 def test_a_pruned_convolution_computes_its_weight_anew():
     model, layers = build(NANO[0]).eval(), []
     for block in model.blocks:

@@ -101,10 +101,11 @@ class SwiGLU(nn.Module):
         return self.out_proj(F.silu(gate) * up)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-016
+@placed
 class Block(nn.Module):
     "Pre-norm residual block: a mixer over time, then an MLP over channels if there is one."
 
-    def __init__(self, config: LMConfig):
+    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None):
         super().__init__()
         self.dropout = config.dropout
         self.norm = RMSNorm(config.d_model, config.norm_eps)
