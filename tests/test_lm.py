@@ -48,14 +48,15 @@ def test_steps_can_start_from_an_empty_cache():
 
 
 @every_mixer
-def test_a_hook_on_a_mixer_acts_in_training_and_in_decoding(name):
-    "A hook on a mixer changes input and output of every call, with a cache and without."
+def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
+    "A hook on a mixer or a block changes input and output of every call, with a cache and without."
     model, tokens = make(mixer=name).eval(), torch.randint(40, (2, 7))
     with torch.no_grad():
         whole = model(tokens)
-        for put in (lambda mixer: mixer.register_forward_hook(lambda mixer, inputs, y: -y),
-                    lambda mixer: mixer.register_forward_pre_hook(lambda mixer, inputs: (3 * inputs[0],))):
-            hook = put(model.blocks[0].mixer)
+        block, thrice = model.blocks[0], lambda part, inputs: (3 * inputs[0], *inputs[1:])
+        for put, act in ((block.mixer.register_forward_hook, lambda mixer, inputs, y: -y), (block.mixer.register_forward_pre_hook, thrice),
+                         (block.register_forward_hook, lambda block, inputs, pair: (pair[0], -pair[1])), (block.register_forward_pre_hook, thrice)):
+            hook = put(act)
             want, (first, cache) = model(tokens), model.prefill(tokens[:, :6])
             torch.testing.assert_close(first, want[:, :6])
             torch.testing.assert_close(model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 from exported import assert_exported_equals_eager
 from mixers import GROWING, NAMES, every, every_mixer, every_scan
 from test_baselines import perturbed
-from longhorn_kit.models import MIXERS, Longhorn
+from longhorn_kit.models import MIXERS, Longhorn, lm
 from longhorn_kit.models.memory import is_plain
 from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_options, register_mixer
 
@@ -301,7 +301,7 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
 
 @every_mixer
 def test_device_and_dtype_are_arguments_as_in_pytorch(name):
-    "Device and dtype hold for every parameter, except that A_log and D_skip keep float32, with the values of the same seed; the layer decodes what it trains."
+    "Device and dtype hold for every parameter of a layer or block, except that A_log and D_skip keep float32, with the values of the same seed; the layer decodes what it trains."
     def drawn(**place):
         torch.manual_seed(0)
         return MIXERS[name](16, **place)
@@ -311,6 +311,8 @@ def test_device_and_dtype_are_arguments_as_in_pytorch(name):
         assert far[key].is_meta and far[key].dtype is torch.float64
     h = torch.randn(2, 7, 16, dtype=torch.bfloat16)
     torch.testing.assert_close(in_pieces(half, h, [4, 0, 2])[0], half(h), atol=0.02, rtol=0.02)
+    far = lm.Block(lm.LMConfig(d_model=16, mixer=name), device="meta", dtype=torch.bfloat16).mixer.parameters()
+    assert all(p.is_meta and p.dtype is q.dtype for p, q in zip(far, half.parameters()))
 
 
 @every_mixer

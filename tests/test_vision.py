@@ -54,6 +54,11 @@ def test_weights_drawn_again_scale_no_update_twice():
     assert all(torch.equal(block.mixer.out_proj.weight, weight) for block, weight in zip(model.blocks, before))
 
 
+def test_device_and_dtype_are_arguments_as_in_pytorch():
+    plain, half, far = (build(NANO[2], **place).state_dict() for place in ({}, dict(dtype=torch.bfloat16), dict(device="meta")))
+    assert all(torch.equal(p, plain[n].to(p.dtype)) and far[n].is_meta and (p.dtype is torch.float32) == n.endswith(("A_log", "D_skip")) for n, p in half.items())
+
+
 def test_a_pruned_convolution_computes_its_weight_anew():
     model, layers = build(NANO[0]).eval(), []
     for block in model.blocks:

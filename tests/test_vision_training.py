@@ -375,6 +375,7 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
     (lambda folder: (folder / "model.safetensors").write_bytes(b"nothing"), "model.safetensors is damaged; train the model again"),
     (lambda folder: ((folder / "manifest.json").unlink(), (folder / "model.safetensors").write_bytes(b"nothing")), "does not fit longhorn_vim_nano_patch2_8"),
     (lambda folder: shutil.rmtree(folder), "holds no model"),
+    (lambda folder: ((folder / "manifest.json").unlink(), lab.save_for_hf(timm.create_model("longhorn_vim_nano_patch2_8", img_size=(4, 16)), folder, safe_serialization=True)), "_patch2_8: its positions are those of images with 4x16 pixels; expected a square"),
     (dict(model="longhorn_vim_nano_patch2_8", scan="mamba"), None)])
 def test_weights_that_do_not_fit_are_one_sentence(trained, tmp_path, damage, says):
     shutil.copytree(trained[0], tmp_path / "run")

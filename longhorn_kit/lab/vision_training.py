@@ -185,6 +185,10 @@ def with_weights(name: str, path: Path, **options: Any) -> nn.Module: # name, op
         state = load_state_dict(str(path))
         if odd := [key for key in sorted(set(state) ^ set(model.state_dict())) if head not in key]:
             raise ValueError(f"only one of them has {odd[0]}")
+        about = read_json(file) if (file := path.with_name("config.json")).exists() else {}
+        _, *size = about.get("pretrained_cfg", {}).get("input_size", (0,))
+        if "pos_embed" in state and len(set(size)) > 1: # an equal number of positions in another shape would be misread
+            raise ValueError(f"its positions are those of images with {size[0]}x{size[1]} pixels; expected a square")
         known = dict(state_dict=dict(state), num_classes=len(state.get(f"{head}.weight", ())))
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=known, **options)
     except Exception as error: # of pickle, torch, safetensors or timm

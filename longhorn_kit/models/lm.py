@@ -81,9 +81,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
 
     def forward(self, h: Tensor, y: Tensor | None = None) -> Any:
-        "Return the norm of h; or with y the pair `h + y` and its norm, on a GPU in the dtype of matrix products."
-        if y is None or not kernels_run(h, y, self.weight):
-            return self.normalize(h) if y is None else (h + y, self.normalize(h + y))
+        "Return the norm of h; or with y the pair `h + y` and its norm, (B,T,D) on a GPU in the dtype of products."
+        if y is None or h.dim() < 3 or not kernels_run(h, y, self.weight): # a step is too small
+            return self.normalize(h) if y is None else (s := h + y, self.normalize(s))
         from longhorn_kit.scan.triton_pointwise import add_norm
         return add_norm(h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype))
 
@@ -101,10 +101,11 @@ class SwiGLU(nn.Module):
         return self.out_proj(F.silu(gate) * up)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-016
+@placed
 class Block(nn.Module):
     "Pre-norm residual block: a mixer over time, then an MLP over channels if there is one."
 
-    def __init__(self, config: LMConfig):
+    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None):
         super().__init__()
         self.dropout = config.dropout
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -112,25 +113,16 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps) if config.d_mlp else None
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
-    def finish_block(self, h: Tensor, y: Tensor, train: bool = False) -> tuple[Tensor, Tensor]:
-        "Return the stream after the mixer's output `y`, and what is still to be added to it."
-        y = F.dropout(y, self.dropout, train)
-        if self.mlp is None:
-            return h, y
-        h, u = self.mlp_norm(h, y)
-        return h, F.dropout(self.mlp(u), self.dropout, train)
-
-    def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
-        "Return the stream (B,T,d_model) after this block, or the pair of `finish_block` if `y` is still to be added."
-        closed = y is None
+    def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None,
+                slot: CacheSlot | None = None) -> Any:
+        "Return the stream (..,d_model) after this block; if `y` is still to be added, the pair of stream and next `y`."
+        closed, train = y is None, self.training and slot is None
         h, u = (h, self.norm(h)) if closed else self.norm(h, y)
-        h, y = self.finish_block(h, self.mixer(u, cu_seqlens=cu_seqlens), self.training)
+        y = F.dropout(self.mixer(u, cu_seqlens=cu_seqlens, slot=slot), self.dropout, train)
+        if self.mlp is not None:
+            h, u = self.mlp_norm(h, y)
+            y = F.dropout(self.mlp(u), self.dropout, train)
         return h + y if closed else (h, y)
-
-    def decode(self, h: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        "Return the stream, (B,T,d_model) or (B,d_model), and the mixer's cache after this block."
-        slot = CacheSlot(cache)
-        return torch.add(*self.finish_block(h, self.mixer(self.norm(h), slot=slot))), slot.after
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-017-b
 @torch.no_grad()
@@ -178,13 +170,16 @@ class Backbone(nn.Module):
         "Return the input (B,T,d_model) of the output matrix; bounds from `document_bounds` reset the state."
         h = self.embed(tokens)
         h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
-        dtype = product_dtype(h.device.type, self.norm.weight.dtype)
-        y = torch.zeros_like(h, dtype=dtype)
-        y = y if in_functorch() else y.requires_grad_(h.requires_grad) # one compiled graph for all blocks
-        for block in self.blocks:
-            h, y = block(h, y, cu_seqlens)
-        _, h = self.norm(h, y)
+        h = self.run_blocks(h, [None] * len(self.blocks), cu_seqlens)
         return h if cu_seqlens is None else h[0].unflatten(0, tokens.shape)
+
+    def run_blocks(self, h: Tensor, slots: list, cu_seqlens: Tensor | None = None) -> Tensor:
+        "Return the features (..,d_model) of embedded tokens; a block decodes if it has a slot, not None."
+        y = torch.zeros_like(h, dtype=product_dtype(h.device.type, self.norm.weight.dtype))
+        y = y if in_functorch() else y.requires_grad_(h.requires_grad) # one compiled graph for all blocks
+        for block, slot in zip(self.blocks, slots):
+            h, y = block(h, y, cu_seqlens, slot)
+        return self.norm(h, y)[1]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor | Any:
         "Return the logits (B,T,V) of tokens (B,T); with targets (B,T) also the loss in nats per token."
@@ -263,21 +258,18 @@ class Decoder(Backbone):
     def decode(self, h: Tensor, cache: list) -> tuple[Tensor, list]:
         if (entries := len(cache or ())) != len(self.blocks):
             raise ValueError(f"cache has {entries} entries; expected {len(self.blocks)}, one for each block")
-        new = []
-        for block, old in zip(self.blocks, cache):
-            h, after = block.decode(h, old)
-            new.append(after)
-        return h, new
+        slots = [CacheSlot(entry) for entry in cache]
+        return self.run_blocks(h, slots), [slot.after for slot in slots]
 
     def step(self, token: Tensor, cache: list) -> tuple[Tensor, list]:
         "Return the logits (B,V) of the next token (B,) and the cache after it."
         h, cache = self.decode(self.embed(token, 1), cache)
-        return self.read_out(h), cache
+        return self.logits(h), cache
 
     def prefill(self, tokens: Tensor, cache: list | None = None, last_only: bool = False) -> tuple[Tensor, list]:
         "Return the logits (B,T,V) of the next tokens (B,T), or (B,1,V) with `last_only`, and the cache after them."
         h, cache = self.decode(self.embed(tokens), [None] * len(self.blocks) if cache is None else cache)
-        return self.read_out(h[:, -1:] if last_only else h), cache
+        return self.logits(h[:, -1:] if last_only else h), cache
 
     def read(self, tokens: Tensor, piece: int = 4096) -> tuple[Tensor, list]:
         "Read a whole text (B,T), piece by piece; return the next token's logits (B,1,V) and the cache."

@@ -35,7 +35,7 @@ def placed(cls: type) -> type:
             build(self, *args, **options)
         for n, p in self.named_parameters() if dtype else ():
             p.data = p.data.to(torch.promote_types(dtype, torch.float32 if n.endswith(("A_log", "D_skip")) else dtype))
-    cls.__init__ = build if hasattr(build, "__wrapped__") else init
+    cls.__init__ = init
     return cls
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024

@@ -23,6 +23,7 @@ from .baselines import AttentionCache, PaddedCache
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide
+from .mixer import CacheSlot
 from ..scan.launch import unwatched
 
 mend_torchvision()
@@ -199,7 +200,9 @@ def gather_rows(past, parts): # cache of all rows before, or None; (rows, cache)
 class LonghornBlock(Block, GradientCheckpointingLayer):
     "The kit's block, with or without a cache."
 
-    def forward(self, h, past=None, keep=False): return self.decode(h, past) if keep else (Block.forward(self, h), None)
+    def forward(self, h, past=None, keep=False):
+        slot = CacheSlot(past) if keep else None
+        return Block.forward(self, h, slot=slot), slot and slot.after
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-022
 class LonghornPreTrainedModel(PreTrainedModel):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .baselines import time_step_bias
 from .memory import bias_apart, is_plain, wide
+from .mixer import Device, Dtype, placed
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
@@ -166,6 +167,7 @@ class VisionBase(VisionTools):
         return x if pre_logits else self.head(x)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-035
+@placed
 @documented
 class VisionLonghorn(VisionBase):
     "A Vision Mamba with one of three scans: (B,in_chans,H,W) -> (B,num_classes)."
@@ -185,6 +187,7 @@ class VisionLonghorn(VisionBase):
         drop_rate: float = 0.0,       # dropout before the classifier
         pos_drop_rate: float = 0.0,   # dropout after the positions
         drop_path_rate: float = 0.0,  # stochastic depth of the last block; 0 for the first
+        *, device: Device = None, dtype: Dtype = None, # of the parameters
     ):
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool

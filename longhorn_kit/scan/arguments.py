@@ -238,6 +238,12 @@ def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
 
+def kernels_or(otherwise: str, kernels: str, backend: str, obstacle: str | None, avoid: bool) -> str:
+    "Return `kernels`, or `otherwise` if they cannot run or should not; ValueError if they are named but cannot run."
+    if backend == kernels and obstacle:
+        raise ValueError(f"backend {kernels!r} cannot run this: {obstacle}")
+    return otherwise if obstacle or (backend == "auto" and avoid) else kernels
+
 # %% ../../nbs/machine/arguments.ipynb #arguments-known
 _PASSED = {} # forms of calls that passed every check and run Triton kernels on a GPU
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import check_choice, check_matrix_arguments, check_tensor
+from .arguments import check_choice, check_matrix_arguments, check_tensor, kernels_or
 from .exact_chunks import causal_read
 from .fla import fla_matrix_scan, fla_obstacle
 from .reference import compute_dtype, no_autocast, widened
@@ -143,11 +143,8 @@ def pick_matrix_backend(
     check_choice("backend", backend, ("auto", "fla", "chunked", "reference"))
     if backend in ("chunked", "reference"):
         return backend
-    obstacle = fla_obstacle(q, x, beta)
-    if backend == "fla" and obstacle:
-        raise ValueError(f"backend 'fla' cannot run this: {obstacle}")
-    rounds = backend == "auto" and x.dtype == torch.float32 # to ten bits, in every product
-    return "chunked" if obstacle or rounds else "fla"
+    rounds = x.dtype == torch.float32 # to ten bits, in every product
+    return kernels_or("chunked", "fla", backend, fla_obstacle(q, x, beta), rounds)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-044
 MATRIX_SCANS = {"fla": fla_matrix_scan, "chunked": chunked_matrix_scan, "reference": reference_matrix_scan}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import (
     bounds_for_kernels, call_form, check_arguments, check_choice, check_cu_seqlens, check_slots, check_tensor,
-    documented, kernel_obstacle, passed, remember, s6_form, transformed, wants_gradient)
+    documented, kernel_obstacle, kernels_or, passed, remember, s6_form, transformed, wants_gradient)
 from .chunked import chunked_scan, chunked_selective_scan
 from .reference import (
     STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
@@ -47,11 +47,7 @@ def pick_backend(backend: str, *tensors) -> str: # tensors: q and the others of 
         return "reference"
     if backend in TORCH_SCANS:
         return backend
-    obstacle = triton_obstacle(*tensors)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend 'triton' cannot run this: {obstacle}")
-    only_interpreted = backend == "auto" and not tensors[0].is_cuda
-    return "chunked" if obstacle or only_interpreted else "triton"
+    return kernels_or("chunked", "triton", backend, triton_obstacle(*tensors), not tensors[0].is_cuda)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-015
 def run_sequences(

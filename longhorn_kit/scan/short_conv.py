@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import (
     bounds_for_kernels, call_form, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle,
-    passed, remember, traced, transformed, wants_gradient)
+    kernels_or, passed, remember, traced, transformed, wants_gradient)
 from .op import run_sequences, step_slots
 from .reference import no_autocast
 
@@ -53,10 +53,7 @@ def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and t
     check_choice("backend", backend, CONV_BACKENDS)
     if backend == "torch":
         return backend
-    obstacle = conv_obstacle(*tensors)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend 'triton' cannot run this: {obstacle}")
-    return "torch" if obstacle or (backend == "auto" and not tensors[0].is_cuda) else "triton"
+    return kernels_or("torch", "triton", backend, conv_obstacle(*tensors), not tensors[0].is_cuda)
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
 @documented
