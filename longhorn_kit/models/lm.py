@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
     def forward(self, h: Tensor, y: Tensor | None = None) -> Any:
         "Return the norm of h; or with y the pair `h + y` and its norm, (B,T,D) on a GPU in the dtype of products."
         if y is None or h.dim() < 3 or not kernels_run(h, y, self.weight): # a step is too small
-            return self.normalize(h) if y is None else (s := h + y, self.normalize(s))
+            return self.normalize(h) if y is None else (h + y, self.normalize(h + y))
         from longhorn_kit.scan.triton_pointwise import add_norm
         return add_norm(h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype))
 

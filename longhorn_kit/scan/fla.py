@@ -22,6 +22,8 @@ def _fla_trouble():
         importlib.import_module("fla.ops")
     except Exception as error: # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
+    global _run
+    _run = torch.compiler.disable(_run) # as fla's functions are; only here, since it imports the compiler
 
 def fla_trouble() -> str | None:
     "Say why flash-linear-attention cannot be imported; return None if it can."
@@ -92,4 +94,4 @@ def _run(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
 
 def fla_matrix_scan(*args, **options):
     "Run `chunked_matrix_scan` on fla's kernels; read-outs in x.dtype, state in float32."
-    return torch.compiler.disable(_run)(*args, **options) # a decorator would import the compiler
+    return _run(*args, **options)
