@@ -174,8 +174,8 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     rows = measured(Comparison("x", (1.0, 2.0, 3.0)), Comparison("y", (-90.0, 95.0, -2.0)))
     place, ticks = axis(rows, "points", (100, 200))
     assert place(0) == 150 < place(1) and 100 <= place(-1e9) and place(1e9) <= 200 and ticks[1] == 0 == ticks[0] + ticks[2]
-    times = measured(Comparison("x", (2.0, 4.0, 3.0), "times", searched=0))
-    place, ticks = axis(times, "times", (0, 100))
+    times = measured(Comparison("x", (2.0, 4.0, 3.0), "times as fast", searched=0))
+    place, ticks = axis(times, "times as fast", (0, 100))
     assert place(1) == 50 and place(2) - place(1) == pytest.approx(place(1) - place(0.5)) and 1 in ticks
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
     html = forest(rows) # has a row for every measured comparison

@@ -106,12 +106,13 @@ def judge_ratios(
     held = [ratio >= least for ratio in ratios]
     verdict = "holds" if all(held) else "undecided" if any(held) else "does not hold"
     middle = math.exp(mean(map(math.log, ratios)))
-    return (Comparison(label, ratios, "times", published=published),
+    return (Comparison(label, ratios, "times as fast", published=published),
             Judgement(len(ratios), middle, min(ratios), max(ratios), verdict=verdict))
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
 FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.4f}", "%": "{:+.1f}",
-         "% larger": "{:.1f}", "times": "{:.2f}", "million": "{:.2f}", "lower": "{:+.2f}", "score points": "{:+.2f}"}
+         "% larger": "{:.1f}", "times as fast": "{:.2f}", "million": "{:.2f}", "lower": "{:+.2f}",
+         "score points": "{:+.2f}"}
 
 def show(value: float, unit: str) -> str:
     "Write a number with as many digits as suit its unit."
