@@ -208,7 +208,8 @@ def ledger_text(rows: list[Row], width: int = 80) -> str: # width: characters pe
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
     say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
-    lines = say("A positive difference is for the claim.") + _aligned(("COMPARISON", "PAPER", "HERE [95 %]", "n", "VERDICT"), widths)
+    lines = say("A positive difference is for the claim.")
+    lines += _aligned(("COMPARISON", "PAPER", "HERE [95 %]", "n", "VERDICT"), widths)
     for claim, found in by_claim(rows):
         lines += ["", *say(f"{claim.name}: {claim.statement}"), *say(f"{claim.published} ({claim.source})", 2)]
         for (file, command), part in groupby(found, key=lambda row: (row.file, row.command)):
