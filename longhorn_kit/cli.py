@@ -260,7 +260,7 @@ class Prepare:
     cache: NoDefault[str] = None     # folder of corpora; by default $LONGHORN_CACHE or the user's cache
     workers: NoDefault[int] = None   # processes; by default one per core
     limit: NoDefault[int] = None     # use only this many documents
-    tokens: NoDefault[int] = None    # stop at this many training tokens
+    tokens: NoDefault[int] = None    # stop after the document that reaches this many training tokens
 
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 

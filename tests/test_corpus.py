@@ -118,18 +118,18 @@ def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
 @pytest.mark.parametrize("name, compress", [
     ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
     ("r.jsonl.gz", gzip.compress), ("r.json.zst", zstandard.compress), ("r.parquet", None), ("hf:", bytes)])
-def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, name, compress):
+def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, name, compress):
     texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
     (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
     path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
     path.parent.mkdir()
-    written = [text.replace("\n", "\r\n") for text in texts]
+    written = [text.replace("\n", "\r\n") for text in texts] + [None]
     if compress:
         path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
     else:
-        write_records(path, id=list(range(300)), text=pa.array(written).dictionary_encode())
+        write_records(path, id=list(range(301)), text=pa.array(written).dictionary_encode())
     found = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
-    assert bytes_of(found) == expected(str(tmp_path / "plain.txt"))
+    assert bytes_of(found) == expected(str(tmp_path / "plain.txt")) and capsys.readouterr().err.count("1 of 301 records") == 1
 
 
 def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
@@ -148,8 +148,7 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("name, value", [
-    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5),
-    ("workers", 0)])
+    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5), ("workers", 0)])
 def test_impossible_settings_are_refused(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
         prepare("stdlib", cache=tmp_path, **{name: value})
@@ -170,8 +169,7 @@ def sources(folder):
     for i in range(3):
         write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i:100 * i + 100])
     (folder / "a.txt").write_text(SEPARATOR.join(documents(300)))
-    return {"text": str(folder / "a.txt"), "hub": f"hf:{folder / 'rows'}",
-            "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
+    return {"text": str(folder / "a.txt"), "hub": f"hf:{folder / 'rows'}", "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
             "parquet": write_records(folder / "a.parquet", text=documents(300))}
 
 
@@ -212,8 +210,7 @@ def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch)
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "tokenise", endless)
     source = write(tmp_path / "a.txt")
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: prepare(source, cache=tmp_path / "cache", workers=2))
+    child = multiprocessing.get_context("fork").Process(target=lambda: prepare(source, cache=tmp_path / "cache", workers=2))
     child.start()
     alive = lambda: [path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")]
     end = time.monotonic() + 20
@@ -373,8 +370,7 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", 150)
     folders = [prepare(source, cache=tmp_path / "cache").folder]
     write(tmp_path / "a.txt", 151)
-    folders += [prepare(source, cache=tmp_path / "cache", **options).folder
-                for options in ({}, {"fraction": 0.1}, {"limit": 120}, {"tokens": 5000})]
+    folders += [prepare(source, cache=tmp_path / "cache", **options).folder for options in ({}, {"fraction": 0.1}, {"limit": 120}, {"tokens": 5000})]
     os.utime(source, (1, 1))
     folders += [prepare(source, cache=tmp_path / "cache").folder]
     records = write_records(tmp_path / "a.jsonl", text=documents(150), body=documents(150, 9))
@@ -387,8 +383,7 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage, says", [
-    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"),
-    (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
+    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"), (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])
 def test_a_damaged_file_is_found(tmp_path, name, damage, says):
     source = write(tmp_path / "a.txt")
@@ -463,7 +458,9 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
     for part in ("train", "val"):
         write_bin(tmp_path / "nano" / f"{part}.bin", getattr(ours, part))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()}
-    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin"):
+    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin", ours.folder):
+        with pytest.raises(ValueError, match=f"{source} has a held-out part; fraction=0.5 does not apply"):
+            prepare(str(source), gpt2, cache=tmp_path / "cache", fraction=0.5)
         found = prepare(str(source), gpt2, cache=tmp_path / "cache")
         assert isinstance(found.train, np.memmap) and np.array_equal(found.train, ours.train)
         assert np.array_equal(found.val, ours.val) and found.bits_per_byte(2.0) == ours.bits_per_byte(2.0)
@@ -479,9 +476,9 @@ def test_a_bad_bin_is_named(tmp_path):
     path = tmp_path / "nano" / "train.bin"
     cases = [([1, 2, 300, 4], {}, "holds token 300, but the tokenizer bytes has 256; name the tokenizer"),
              ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
-             ([1, 2, 3, 4], {"val": "stdlib"}, "the held-out part of .* should be a .bin file too")]
+             ([1, 2, 3, 4], {"val": str(path)}, "is the text to train on"), ([1, 2, 3, 4], {"val": "stdlib"}, "stdlib cannot be the held-out part of .* takes one, a .bin file")]
     for ids, options, says in cases:
-        with pytest.raises(ValueError, match=f"{says}") as caught:
+        with pytest.raises(ValueError, match=says) as caught:
             prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)
         assert str(path) in str(caught.value)
     assert len(prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache").train) == 3

@@ -72,8 +72,7 @@ ZIPPED = "cannot be decompressed"
 
 @pytest.mark.parametrize("name, content, says", [
     *((f"a{end}", content, "is empty") for end in (".txt", ".jsonl") for content in (b"", b"\n \n")),
-    ("a.txt", b"abc\0def", "is not text: it contains NUL"),
-    ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
+    ("a.txt", b"abc\0def", "is not text: it contains NUL"), ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
     ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], ZIPPED),
     ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], ZIPPED),
     ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], ZIPPED),

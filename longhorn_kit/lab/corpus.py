@@ -6,8 +6,8 @@
 __all__ = ['PARTS', 'tokenise', 'Corpus', 'prepare']
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-003
-import ctypes, hashlib, itertools, json, math, os, shutil, signal, sys, threading, time
-from contextlib import closing, contextmanager, suppress
+import ctypes, hashlib, io, itertools, json, math, os, shutil, signal, sys, threading, time
+from contextlib import closing, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,7 +180,8 @@ def run_stage(work, stage, tokenizer, about, workers, bar): # stage: (source, pa
     limit, enough = None if part == "val" else about["limit"], about["tokens"] or math.inf
     if part is None and state["whole"] is None:
         head = itertools.islice(load_documents(source, text_column), limit)
-        state["whole"] = holds_whole(head, fraction, source == "stdlib")
+        with redirect_stderr(io.StringIO()): # its notes come again
+            state["whole"] = holds_whole(head, fraction, source == "stdlib")
     cut = partial(pieces_of, whole=state["whole"], fraction=fraction, by_name=source == "stdlib", part=part)
     function, last, done = partial(tokenise, tokenizer=tokenizer, cut=cut), state["last"] or NOTHING, False
     stream, documents = reopened(source, text_column, last)
@@ -304,13 +305,13 @@ def open_corpus(folder, tokenizer):
 # %% ../../nbs/machine/corpus.ipynb #corpus-029
 def bin_files(source, val=None): # source: FOLDER or FOLDER/train.bin
     "Return the files of nanoGPT, [train] or [train, val]; [] for other sources."
-    path = Path(source).expanduser()
-    path = path / "train.bin" if path.is_dir() else path
+    folder = Path(source).expanduser()
+    path = folder / "train.bin" if folder.is_dir() else folder
     if path.suffix != ".bin" or not path.is_file():
         return []
     held_out = Path(val).expanduser() if val else path.with_name("val.bin")
-    if val and (held_out.suffix != ".bin" or not held_out.is_file()):
-        raise ValueError(f"the held-out part of {path} should be a .bin file too; {val} is not")
+    if val and (held_out.suffix != ".bin" or not held_out.is_file() or (folder / "index.json").is_file()):
+        raise ValueError(f"{val} cannot be the held-out part of {source}; only a train.bin takes one, a .bin file")
     return [path, held_out] if val or path.name == "train.bin" and held_out.is_file() else [path]
 
 def mapped(files, fraction): # files: from `bin_files`
@@ -356,7 +357,7 @@ def known_by(source, bins=()): # bins: from `bin_files`
     return facts + [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                     for path in files if path.is_file()]
 
-def check_settings(fraction, bins, **counts):
+def check_settings(source, bins, fraction, **counts):
     "Raise ValueError for an invalid setting of `prepare`."
     if not 0 < fraction < 1:
         raise ValueError(f"fraction is {fraction}; it must be between 0 and 1")
@@ -364,7 +365,9 @@ def check_settings(fraction, bins, **counts):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
         if value is not None and bins and name != "workers":
-            raise ValueError(f"{bins[0]} is used as it is; {name}={value} does not apply to a .bin file")
+            raise ValueError(f"{source} is used as it is; {name}={value} does not apply to tokens")
+    if len(bins) == 2 and fraction != VAL_PART:
+        raise ValueError(f"{source} has a held-out part; fraction={fraction} does not apply to it")
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
@@ -374,13 +377,13 @@ def prepare(
     fraction: float = VAL_PART, # the held-out share
     limit: int | None = None, # number of documents to use
     cache: str | Path | None = None, # folder of corpora; by default $LONGHORN_CACHE, or in the user's cache
-    tokens: int | None = None, # stop at this many training tokens; a whole stream in the cache is used as it is
+    tokens: int | None = None, # stop after the document that reaches so many to train on; a cached stream is used whole
     workers: int | None = None, # processes that tokenise; None: one per core
     text_column: str = "text", # column of records; "text" also finds "content"
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
-    check_settings(fraction if val is None else VAL_PART, bins, limit=limit, tokens=tokens, workers=workers)
+    check_settings(source, bins, fraction if val is None else VAL_PART, limit=limit, tokens=tokens, workers=workers)
     encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
     if (Path(source).expanduser() / "index.json").is_file():
         return open_corpus(Path(source).expanduser(), encoder)
@@ -389,6 +392,8 @@ def prepare(
     known = (lambda: known_by(source, bins)) if bins else lambda: [known_by(name) for name, *_ in stages]
     about = {"source": source, "val": val, "fraction": fraction, "limit": limit, "tokens": tokens}
     facts = {"files": known(), "column": text_column, "tokenizer": tokenizer_hash(encoder), "format": 5}
+    if val is not None and facts["files"][0] == facts["files"][1]:
+        raise ValueError(f"{val} is the text to train on; hold out another one")
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     for enough in (None, tokens) if source.startswith("hf:") else (tokens,): # a whole stream serves every run
         key = hashlib.sha256(json.dumps([about | {"tokens": enough}, facts]).encode()).hexdigest()
