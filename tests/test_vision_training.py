@@ -347,6 +347,8 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
         assert cli.main(["eval-vision", *words]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and re.search(says, error), error
+    for words in (["generate", str(out)], ["export", str(out), str(tmp_path / "export")]):
+        assert cli.main(words) == 1 and f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
 
 
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILES', 'REMEDY', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS', 'harness', 'last_pair', 'hf_tokenizer',
-           'check_model', 'read_settings', 'loading', 'first_line', 'is_export', 'load_own', 'load_pair', 'check_least',
-           'quiet', 'harness_model', 'UnknownTask', 'manager_for', 'passage_prompt', 'contains_any', 'expand_tasks',
+           'check_model', 'read_settings', 'loading', 'first_line', 'is_export', 'load_own', 'load_pair', 'quiet',
+           'harness_model', 'UnknownTask', 'manager_for', 'passage_prompt', 'contains_any', 'expand_tasks',
            'find_tasks', 'doubled', 'read_twice', 'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'mean_rows',
            'score_table', 'export_checkpoint']
 
@@ -23,6 +23,7 @@ from ..extras import need
 from .data import get_tokenizer
 from .language_training import check_finite, check_vocabulary, trained_tokenizer
 from ..models import SequenceLM
+from ..models.mixer import check_sizes
 from ..records import (
     atomic_folder, cannot_write, check_folder, command_line, environment, standing, to_plain, version_of)
 
@@ -127,6 +128,8 @@ def is_export(folder: str | Path) -> bool:
 def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple: # as for `load_pair`
     "Return model and tokenizer of the kit; ValueError or OSError."
     folder = check_model(folder)
+    if "architecture" in read_settings(folder / "config.json"):
+        raise ValueError(f"{folder} holds a vision model; expected a language model")
     with loading(folder):
         model = SequenceLM.from_pretrained(folder)
     check_finite(model, folder)
@@ -143,7 +146,7 @@ def load_pair(
     "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from longhorn_kit.models.transformers import to_transformers
-    check_least(1, context=context)
+    check_sizes(context=context)
     folder, local = check_model(folder), {"local_files_only": True, "trust_remote_code": False}
     if not is_export(folder):
         model, words = load_own(folder, tokenizer)
@@ -162,12 +165,6 @@ def load_pair(
     return model, words
 
 # %% ../../nbs/machine/evaluation.ipynb #d9a6182f
-def check_least(least: int, **numbers: Any) -> None:
-    "Raise ValueError for the first given number below `least`."
-    for name, number in numbers.items():
-        if number is not None and number < least:
-            raise ValueError(f"{name} is {number}; it must be at least {least}")
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     "Context manager that keeps the error stream and warnings off the terminal."
@@ -178,7 +175,7 @@ def quiet() -> Iterator[None]:
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-017
 def harness_model(folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1) -> Any:
     "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
-    check_least(1, batch_size=batch_size)
+    check_sizes(batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -317,8 +314,8 @@ def evaluate_checkpoint(
     "Return the record of a checkpoint on some tasks; ValueError or OSError in one sentence."
     if read not in READINGS:
         raise ValueError(f"read is {read!r}; expected one of {', '.join(READINGS)}")
-    check_least(1, limit=limit)
-    check_least(0, shots=shots)
+    check_sizes(limit=1 if limit is None else limit)
+    check_sizes(0, shots=shots or 0)
     started, names = time.perf_counter(), expand_tasks(tasks)
     lm, found = harness_model(folder, **options), find_tasks(names, include)
     rows = [row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)]
