@@ -424,16 +424,16 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_train_then_generate(text, tmp_path, cache, capsys):
-    assert cli.main(tiny(text, tmp_path / "run")) == 0
-    capsys.readouterr()
-    for checkpoint in (tmp_path / "run", tmp_path / "run" / "model"):
+    assert cli.main(tiny(text, tmp_path / "a run")) == 0
+    assert f"longhorn generate '{tmp_path}/a run/model' --prompt" in capsys.readouterr().out
+    for checkpoint in (tmp_path / "a run", tmp_path / "a run" / "model"):
         assert cli.main(["generate", str(checkpoint), "--prompt", "the", "--tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("the")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 4
-    assert "holds a run of train-lm" in fails(capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "run")])
-    assert "holds a language model" in fails(capsys, ["eval-vision", str(tmp_path / "run"), "--data", "digits"])
-    with pytest.raises(ValueError, match=f"the model of this run is in {tmp_path / 'run' / 'model'}"):
-        SequenceLM.from_pretrained(tmp_path / "run")
+    assert json.loads((tmp_path / "a run" / "config.json").read_text())["config"]["steps"] == 4
+    assert "holds a run of train-lm" in fails(capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "a run")])
+    assert "holds a language model" in fails(capsys, ["eval-vision", str(tmp_path / "a run"), "--data", "digits"])
+    with pytest.raises(ValueError, match=f"the model of this run is in {tmp_path / 'a run' / 'model'}"):
+        SequenceLM.from_pretrained(tmp_path / "a run")
 
 
 def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):

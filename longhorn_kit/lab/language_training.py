@@ -6,7 +6,7 @@
 __all__ = ['new_model', 'save_lm', 'tokens_hash', 'fit', 'train_lm']
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n04
-import glob, hashlib, json
+import glob, hashlib, json, shlex
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -191,7 +191,7 @@ def train_lm(
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
               f"held-out {result['bits_per_byte']:.3f} bits per byte")
-        print(f"saved in {saved}; try: longhorn generate {saved} --prompt 'The '")
+        print(f"saved in {saved}; try: longhorn generate {shlex.quote(str(saved))} --prompt 'The '")
     return result
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-083
