@@ -153,14 +153,16 @@ class Backbone(nn.Module):
         check_tokens(tokens, dims, self.config.vocab_size)
         return wide(self.embedding(tokens))
 
-    @property
-    def output_matrix(self) -> Tensor:
-        "Return the matrix (V,d_model) that turns features into logits."
-        return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
+    def output_matrix(self, h: Tensor) -> Tensor:
+        "Return the matrix (V,d_model) that reads out h; a tied embedding that is wrapped or offloaded is called."
+        layer = self.embedding if self.config.tie_embeddings else self.lm_head
+        if layer is not self.embedding or type(layer) is nn.Embedding and "forward" not in layer.__dict__:
+            return layer.weight
+        return layer(torch.arange(self.config.vocab_size, device=h.device))
 
     def logits(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of features (..,d_model)."
-        return F.linear(h, self.output_matrix) if self.config.tie_embeddings else self.lm_head(h)
+        return F.linear(h, self.output_matrix(h)) if self.config.tie_embeddings else self.lm_head(h)
 
     def read_out(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of the stream (..,d_model)."
@@ -195,7 +197,7 @@ class Backbone(nn.Module):
         plain = self.config.tie_embeddings or is_plain(self.lm_head) and self.lm_head.bias is None
         if not plain or not (chunk or h.is_cuda): # a wrapped or hooked head is called once
             return mean_loss(self.logits(h), targets)
-        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix, targets.flatten().long(), chunk or 8192)
+        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix(h), targets.flatten().long(), chunk or 8192)
 
     def num_parameters(self) -> int:
         "Return the number of parameters; tied embeddings count once."
