@@ -192,8 +192,7 @@ class Backbone(nn.Module):
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
         h = self.features(tokens, cu_seqlens)
         check_targets(targets, h, self.config.vocab_size)
-        if chunk < 0:
-            raise ValueError(f"chunk is {chunk}; expected a number of positions, or 0")
+        check_sizes(0, chunk=chunk)
         plain = self.config.tie_embeddings or is_plain(self.lm_head) and self.lm_head.bias is None
         if not plain or not (chunk or h.is_cuda): # a wrapped or hooked head is called once
             return mean_loss(self.logits(h), targets)
@@ -289,7 +288,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:                    # (B,) tokens
     "Draw the next token: temperature, then top-k, then top-p among the rest."
-    if temperature == 0 or top_k == 1:
+    if 0 <= temperature < 1e-30 or top_k == 1: # the logits stay finite
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     probs = logits[..., :top_k].softmax(-1)
@@ -309,8 +308,8 @@ def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
         check_sizes(top_k=top_k)
     if top_p is not None:
         check_number("top_p", top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
-    if seed is not None and not -2**63 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; expected an integer from {-2**63} to {2**64 - 1}")
+    if seed is not None and not (type(seed) is int and -2**63 <= seed < 2**64):
+        raise ValueError(f"seed is {shown(seed)}; expected an integer from {-2**63} to {2**64 - 1}")
     return None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042
