@@ -128,8 +128,6 @@ def test_functional_gradients_of_a_model_are_its_gradients():
     loss = lambda p, row: torch.func.functional_call(model, p, (row[None], row[None]))[1]
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens) # per sample
     torch.testing.assert_close([grad.mean(0) for grad in each.values()], list(expected))
-    with pytest.raises(ValueError, match="chunk is -1"):
-        model.loss(tokens, tokens, chunk=-1)
 
 
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
@@ -217,7 +215,7 @@ def test_packed_documents_are_documents_alone(name):
     for what, a, b in zip(["features", *dict(model.named_parameters())], *results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
     _, loss = model(tokens, tokens, bounds)
-    torch.testing.assert_close(loss, lm.mean_loss(F.linear(alone, model.output_matrix), tokens.view(1, -1)))
+    torch.testing.assert_close(loss, lm.mean_loss(F.linear(alone, model.output_matrix(alone)), tokens.view(1, -1)))
 
 
 @every_mixer
@@ -283,7 +281,7 @@ def test_greedy_is_the_best_token_at_every_step():
     out = model.generate(prompt, 9, temperature=0)
     for t in range(3, 12):
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
-    for options in (dict(top_k=1, seed=0), dict(top_p=1e-9, seed=0), dict(temperature=1e-6, seed=0)):
+    for options in (dict(top_k=1, seed=0), dict(top_p=1e-9, seed=0), dict(temperature=1e-6, seed=0), dict(temperature=1e-40, seed=0)):
         assert torch.equal(out, model.generate(prompt, 9, **options)), options
     assert torch.equal(model.generate(prompt.int(), 0), prompt.int()) and model.generate(prompt.int(), 2).dtype is torch.int32
 
@@ -535,13 +533,17 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     *((lambda m, wrong=wrong: m.step(TOKENS[:, 0], wrong(m)), f"cache has {count} entries; expected 2, one for each block")
       for wrong, count in [(lambda m: m.empty_cache(2)[:1], 1), (lambda m: 2 * m.empty_cache(2), 4), (lambda m: None, 0)]),
     (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"),
+    *((lambda m, name=name, cache=cache: make(mixer=name).step(TOKENS[:, 0], cache or make(mixer=name).empty_cache(3)), message) for name, cache, message in [
+        ("longhorn", [None] * 2, r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)"), ("gla", [None] * 2, "cache.S is NoneType"),
+        ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"), ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)")]),
+    *((lambda m, chunk=chunk: m.loss(TOKENS, TOKENS, chunk=chunk), f"chunk is {chunk}; expected an integer of at least 0") for chunk in (-1, 1.5)),
     (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
     (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
     *((lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message) for wrong, message in [
         (dict(n_new=-1), "n_new is -1; expected an integer of at least 0"), (dict(n_new=2.0), "n_new is 2.0; expected an integer"),
         (dict(temperature=-0.5), "temperature is -0.5; expected a number of at least 0"), (dict(temperature=math.nan), "temperature is nan"),
         (dict(top_k=0), "top_k is 0; expected an integer of at least 1"),
-        (dict(top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"), (dict(top_p=1.5), "top_p is 1.5")]),
+        (dict(top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"), (dict(top_p=1.5), "top_p is 1.5"), (dict(seed="a"), "seed is 'a'")]),
     *((lambda m, wrong=wrong: LMConfig(**wrong), message) for wrong, message in [
         (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"), (dict(mixer=3), "mixer is 3; expected a str"),
         (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),

@@ -105,16 +105,16 @@ class Added(torch.nn.Module):
         return self.layer(h) + self.delta
 
 
-@pytest.mark.parametrize("how", ["forward hook", "pre-hook", "backward hook", "own forward", "wrapped", "other class", "other weight"])
-def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch):
+@pytest.mark.parametrize("how", ["forward hook", "pre-hook", "backward hook", "global hook", "own forward", "wrapped", "other class", "other weight"])
+def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, request):
     layer, h = make("longhorn"), torch.randn(2, 9, 16)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     plain, halves, called = layer.in_proj, layer(h), []
     assert is_plain(plain)
     hooks = {"forward hook": plain.register_forward_hook, "pre-hook": plain.register_forward_pre_hook,
-             "backward hook": plain.register_full_backward_hook}
+             "backward hook": plain.register_full_backward_hook, "global hook": torch.nn.modules.module.register_module_forward_hook}
     if how in hooks:
-        hooks[how](lambda *_: called.append(1))
+        request.addfinalizer(hooks[how](lambda *_: called.append(1)).remove)
     elif how == "own forward":
         plain.forward = lambda h: called.append(1) or F.linear(h, plain.weight)
     elif how == "wrapped":

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 """
 
 
-def export(folder, mixer="longhorn_exact"):
+def export(folder, mixer="longhorn_exact", **options):
     torch.manual_seed(1)
-    return export_folder(SequenceLM(LMConfig(256, 32, 2, mixer=mixer)), folder, hf_tokenizer(get_tokenizer("bytes")))
+    return export_folder(SequenceLM(LMConfig(256, 32, 2, mixer=mixer, **options)), folder, hf_tokenizer(get_tokenizer("bytes")))
 
 
 def outputs(folder):
@@ -94,15 +94,15 @@ def test_training_and_resuming_survives_every_change_between_with_and_without_th
         assert (logits - before).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("targets", [["in_proj", "x_proj", "b_proj", "out_proj"], "all-linear"])
+@pytest.mark.parametrize("targets", [["in_proj", "x_proj", "b_proj", "out_proj", "embedding"], "all-linear"])
 @pytest.mark.parametrize("mixer", ["longhorn", "longhorn_scalar", "mamba"])
 def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, targets, tmp_path):
     peft = pytest.importorskip("peft")
     if mixer == "mamba" and targets != "all-linear":
-        targets = ["in_proj", "dt_proj"]
-    folder, tokens = export(tmp_path / "hf", mixer), torch.arange(40, 60)[None]
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=4))
+        targets = ["in_proj", "dt_proj", "embedding"]
+    folder, tokens = export(tmp_path / "hf", mixer, tie_embeddings=targets == "all-linear"), torch.arange(40, 60)[None]
+    base, rows = AutoModelForCausalLM.from_pretrained(folder), [1, 2] if targets == "all-linear" else None
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, trainable_token_indices=rows, r=4))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     start, changed = adapted(tokens).logits.detach(), [p for name, p in adapted.named_parameters() if "lora_B" in name]
     for _ in range(3):
@@ -147,6 +147,16 @@ def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
     with torch.no_grad():
         for use_cache in (False, True):
             torch.testing.assert_close(other(tokens, use_cache=use_cache).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["offloaded", "adapted"])
+def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
+    model, tokens, peft = SequenceLM(LMConfig(40, 16, 2)).eval(), torch.randint(40, (2, 7)), pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)) if how == "adapted" else model
+    outputs = lambda: (model(tokens), model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0], *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)))
+    want = outputs()
+    model = pytest.importorskip("accelerate").cpu_offload(model, "cpu") if how == "offloaded" else model.merge_and_unload()
+    torch.testing.assert_close(outputs(), want)
 
 
 def test_a_linear_layer_returns_a_tensor():

@@ -16,6 +16,7 @@ from torch.library import custom_op
 
 from .memory import bias_apart, wide, with_product
 from .mixer import Device, Dtype, Mixer, ScanMixer, check_number, check_sizes, register_mixer
+from ..scan.arguments import check_optional
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -139,6 +140,7 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
+        check_optional("cache.k", getattr(cache, "k", cache), (x.shape[0], self.n_heads, "T", "P"))
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
         (q, k), v = rotate(qkv[:2], past, self.rope_base), qkv[2]

@@ -153,14 +153,16 @@ class Backbone(nn.Module):
         check_tokens(tokens, dims, self.config.vocab_size)
         return wide(self.embedding(tokens))
 
-    @property
-    def output_matrix(self) -> Tensor:
-        "Return the matrix (V,d_model) that turns features into logits."
-        return (self.embedding if self.config.tie_embeddings else self.lm_head).weight
+    def output_matrix(self, h: Tensor) -> Tensor:
+        "Return the matrix (V,d_model) that reads out h; a tied embedding that is wrapped or offloaded is called."
+        layer = self.embedding if self.config.tie_embeddings else self.lm_head
+        if layer is not self.embedding or type(layer) is nn.Embedding and "forward" not in layer.__dict__:
+            return layer.weight
+        return layer(torch.arange(self.config.vocab_size, device=h.device))
 
     def logits(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of features (..,d_model)."
-        return F.linear(h, self.output_matrix) if self.config.tie_embeddings else self.lm_head(h)
+        return F.linear(h, self.output_matrix(h)) if self.config.tie_embeddings else self.lm_head(h)
 
     def read_out(self, h: Tensor) -> Tensor:
         "Return the logits (..,V) of the stream (..,d_model)."
@@ -190,12 +192,11 @@ class Backbone(nn.Module):
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
         h = self.features(tokens, cu_seqlens)
         check_targets(targets, h, self.config.vocab_size)
-        if chunk < 0:
-            raise ValueError(f"chunk is {chunk}; expected a number of positions, or 0")
+        check_sizes(0, chunk=chunk)
         plain = self.config.tie_embeddings or is_plain(self.lm_head) and self.lm_head.bias is None
         if not plain or not (chunk or h.is_cuda): # a wrapped or hooked head is called once
             return mean_loss(self.logits(h), targets)
-        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix, targets.flatten().long(), chunk or 8192)
+        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix(h), targets.flatten().long(), chunk or 8192)
 
     def num_parameters(self) -> int:
         "Return the number of parameters; tied embeddings count once."
@@ -287,7 +288,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:                    # (B,) tokens
     "Draw the next token: temperature, then top-k, then top-p among the rest."
-    if temperature == 0 or top_k == 1:
+    if 0 <= temperature < 1e-30 or top_k == 1: # the logits stay finite
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     probs = logits[..., :top_k].softmax(-1)
@@ -307,8 +308,8 @@ def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
         check_sizes(top_k=top_k)
     if top_p is not None:
         check_number("top_p", top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
-    if seed is not None and not -2**63 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; expected an integer from {-2**63} to {2**64 - 1}")
+    if seed is not None and not (type(seed) is int and -2**63 <= seed < 2**64):
+        raise ValueError(f"seed is {shown(seed)}; expected an integer from {-2**63} to {2**64 - 1}")
     return None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
 from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
+from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 
@@ -51,12 +52,14 @@ class MatrixMixer(Mixer):
 
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
+        check_tensor("cache.S", getattr(cache, "S", cache), (x.shape[0], self.n_heads, "P", "N"))
         scan, gate, past = self.inputs(x, cache)
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
         return y, MatrixCache(past, S, cache.position + x.shape[1]) if keep_cache else None
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
+        check_tensor("cache.S", getattr(cache, "S", cache), (x_t.shape[0], self.n_heads, "P", "N"))
         scan, gate, past = self.inputs(check_stream(x_t, 2, self.d_model)[:, None], cache)
         bonus = scan.pop("bonus", None)
         y, S = matrix_step(**{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus)

@@ -35,7 +35,7 @@ def is_plain(layer: nn.Module) -> bool:
     "Check whether a layer is PyTorch's linear layer or convolution: not wrapped, offloaded, quantised or hooked."
     known = type(layer) in (nn.Linear, nn.Conv1d) and type(layer.weight) in (nn.Parameter, Tensor)
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return known and "forward" not in layer.__dict__ and not any(hooks)
+    return known and "forward" not in layer.__dict__ and not (any(hooks) or nn.modules.module._has_any_global_hook())
 
 def weight_of(layer: nn.Module) -> Tensor:
     "Return a layer's weight; an empty one for PyTorch's quantised layers, which take float32 on the CPU."

@@ -215,6 +215,7 @@ class ScanMixer(ScanProjections):
         "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
         options = dict(inplace=inplace, state_indices=state_indices)
         check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))
+        check_tensor("cache.S", getattr(cache, "S", cache), ("B", self.d_inner, "N"))
         *inputs, past = self.project_step(x_t, cache.conv, **options)
         y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
@@ -245,18 +246,14 @@ class Longhorn(ScanMixer):
         self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
         nn.init.zeros_(self.b_proj.bias)
 
-    def step_sizes(self, dt_low_rank: Tensor) -> Any:
-        "Return the logits (..,d_inner or 1) of the step sizes, and the bias to add."
-        return bias_apart(self.b_proj, dt_low_rank) if self.rate == "vector" else (self.b_proj(dt_low_rank), None)
-
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
         vector = self.rate == "vector"
         return with_product(self.b_proj, dt_low_rank, run) if vector else run(self.b_proj(dt_low_rank), None)
 
-    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
+    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_t: Tensor, z_t: Tensor, S: Tensor,
                   **options: Any) -> tuple[Tensor, Tensor]:
-        b_t, b_bias = self.step_sizes(dt_low_rank_t)
+        b_t, b_bias = bias_apart(self.b_proj, dt_t) if self.rate == "vector" else (self.b_proj(dt_t), None)
         return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
 
     def rates(self, x: Tensor) -> tuple:

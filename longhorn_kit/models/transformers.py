@@ -273,7 +273,7 @@ class LonghornModel(LonghornPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         if inputs_embeds is None:
-            check_tokens(input_ids, 2, self.embedding.num_embeddings)
+            check_tokens(input_ids, 2, self.config.vocab_size)
             inputs_embeds = self.embedding(input_ids)
         return self.dropout(wide(inputs_embeds))
 
