@@ -315,7 +315,7 @@ def evaluate_checkpoint(
     if read not in READINGS:
         raise ValueError(f"read is {read!r}; expected one of {', '.join(READINGS)}")
     check_sizes(limit=1 if limit is None else limit)
-    check_sizes(0, shots=shots or 0)
+    check_sizes(0, shots=0 if shots is None else shots)
     started, names = time.perf_counter(), expand_tasks(tasks)
     lm, found = harness_model(folder, **options), find_tasks(names, include)
     rows = [row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)]

@@ -16,7 +16,8 @@ from .stats import show
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-006
 COLOURS = {"holds": "--h", "does not hold": "--d"} # CSS variable per verdict; all others are grey
-TITLES = {"points": "Points of accuracy", "times as fast": "Times as fast", "%": "Per cent"} # others serve as titles
+_FAST = "times as fast" # unit of ratios
+TITLES = {"points": "Points of accuracy", _FAST: "Times as fast", "%": "Per cent"} # others serve as titles
 WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
 NARROW = dict(width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44)
 
@@ -47,9 +48,9 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
     "Return the scale of an axis, a function from values to pixels, and its ticks."
     both = [(row.judgement.difference, row.comparison.published) for row in rows]
     values = [value for pair in both for value in pair if value is not None]
-    values += [row.comparison.margin for row in rows] if unit != "times as fast" else []
+    values += [row.comparison.margin for row in rows] if unit != _FAST else []
     spread = [end for row in rows for end in (row.judgement.low, row.judgement.high)]
-    if unit == "times as fast":
+    if unit == _FAST:
         values = [abs(math.log2(value)) for value in values + spread]
         reach, log = max(1.1, *values) * 1.05, math.log2
         ticks = [2.0**k for k in range(-3, 4) if abs(k) <= reach]
@@ -74,7 +75,7 @@ def _row(row, y, height, place, layout):
     colour, (left, right) = COLOURS.get(found.verdict, "--u"), layout["plot"]
     first = y + (17 if layout["n"] else 15)
     parts = [_text(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))]
-    low = max(found.low, 1e-9) if comparison.unit == "times as fast" else found.low
+    low = max(found.low, 1e-9) if comparison.unit == _FAST else found.low
     ends = [place(low), place(found.high)] if found.n > 1 else []
     if ends:
         parts.append(f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" style="stroke:var({colour});stroke-width:2.4"/>')
@@ -83,11 +84,12 @@ def _row(row, y, height, place, layout):
                 parts.append(f'<path d="M{end + 5 * sign} {middle}l{-6 * sign} -4v8z" style="fill:var({colour})"/>')
     if comparison.published is not None:
         parts.append(_ring(place(comparison.published), middle))
-    number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (comparison.unit == "times as fast")
+    number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (comparison.unit == _FAST)
+    seeds = f"n = {found.n}"
     parts += [mark(place(found.difference), middle, found.verdict), _text(layout["number"], middle + 4, number)
               ] if found.n else [_text(left, middle + 4, found.why)]
-    parts.append(_text(layout["n"] or layout["verdict"], middle + 4 if layout["n"] else first, f"n = {found.n}", "dim",
-                       "start" if layout["n"] else "end"))
+    parts.append(_text(layout["n"], middle + 4, seeds, "dim") if layout["n"] else
+                 _text(layout["verdict"], first, seeds, "dim", "end"))
     parts.append(_text(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
     return parts
 
@@ -98,9 +100,9 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
     for unit in dict.fromkeys(row.comparison.unit for row in rows):
         panel = [row for row in rows if row.comparison.unit == unit]
         place, ticks = axis(panel, unit, layout["plot"])
-        zero, line = place(1 if unit == "times as fast" else 0), y + 22
+        zero, line = place(1 if unit == _FAST else 0), y + 22
         parts.append(_text(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold"))
-        against, pro = ("slower", "faster") if unit == "times as fast" else ("against", "for the claim")
+        against, pro = ("slower", "faster") if unit == _FAST else ("against", "for the claim")
         parts += [
             _text(zero - 6, y + 15, f"← {against}", "dim", "end"), _text(zero + 6, y + 15, f"{pro} →", "dim"),
         ] if layout["n"] else [_text(layout["verdict"], y + 15, f"{pro} →", "dim", "end")]
@@ -110,7 +112,7 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
                 size = f'width="{layout["width"]}" height="{height}"'
                 parts.append(f'<rect x="0" y="{line}" {size} style="fill:var(--band)"/>')
             down = f"{line}v{height}" if layout["n"] else f"{line + height - 28}v28"
-            bound = zero if unit == "times as fast" else place(-row.comparison.margin)
+            bound = zero if unit == _FAST else place(-row.comparison.margin)
             parts.append(f'<path d="M{bound:.1f} {down}" style="stroke:var(--dim)"/>')
             parts += _row(row, line, height, place, layout)
             line += height

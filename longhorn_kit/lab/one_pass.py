@@ -195,8 +195,8 @@ KEPT = ("val", "train", "bits_per_byte", "diverged", "tokens_per_second", "secon
 def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: steps of the points; clock: see `run_job`
     "Return what the record keeps of a run."
     tokens, spans = [step * s.context * s.rows for step in at], [b - a for a, b in zip(clock[::2], clock[1::2])]
-    several, names = len(spans) > 1, [name for name in curve[-1] if name != "train"]
-    speed = (tokens[-1] - several * tokens[0]) / max(sum(spans[several:]), 1e-9)
+    first, names = int(len(spans) > 1), [name for name in curve[-1] if name != "train"]
+    speed = (tokens[-1] - first * tokens[0]) / max(sum(spans[first:]), 1e-9) # without the compiling span
     failed = None if all(map(math.isfinite, curve[-1].values())) else at[-1]
     return {"parameters": model.num_parameters(), "state_numbers": state_numbers(model), "diverged": failed,
             "bits_per_byte": math.nan if failed else curve[-1]["all"], "tokens_per_second": round(speed),

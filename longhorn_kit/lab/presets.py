@@ -120,8 +120,9 @@ def of_any_preset(settings: Any) -> Any:
     types = [(f.name, type(values[f.name]) if is_dataclass(f.type) else Annotated[f.type, hint])
              for f in fields(kind)]
     made = make_dataclass(kind.__name__, types, bases=(kind,), frozen=True, kw_only=True)
-    for name in [n for n in ("__module__", "__doc__", "__firstlineno__") if n in vars(kind)]: # in this order
-        setattr(made, name, vars(kind)[name]) # the help finds its texts in the source
+    for name in ("__module__", "__doc__", "__firstlineno__"): # help texts are comments in the source; the order matters
+        if name in vars(kind):
+            setattr(made, name, vars(kind)[name])
     return made(**values)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-016

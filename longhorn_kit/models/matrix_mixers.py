@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
 from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
-from ..scan.arguments import check_tensor
+from ..scan.arguments import check_optional, check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 
@@ -51,8 +51,8 @@ class MatrixMixer(Mixer):
         return y if gate is None else y * F.silu(gate)
 
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
+        check_optional("cache.S", getattr(cache, "S", cache), (x.shape[0], self.n_heads, "P", "N"))
         cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
-        check_tensor("cache.S", getattr(cache, "S", cache), (x.shape[0], self.n_heads, "P", "N"))
         scan, gate, past = self.inputs(x, cache)
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
