@@ -47,10 +47,10 @@ test: $(STAMP) ## run every notebook, the tests, and the check that notebooks an
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh
 
 test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several processes, clusters, compilers, many draws
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m faults
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m faults
 
 versions: $(STAMP) ## compile the fast kernels with every Triton from 3.6 on (downloads 200 to 300 MB each; half an hour)
 	@$(BIN)/python -m pytest -q -m release -k every_release_of_triton
