@@ -8,7 +8,7 @@ from longhorn_kit.lab.claims import Claim
 from longhorn_kit.lab.run import Experiment
 from longhorn_kit.lab.stats import Comparison
 
-EVERY = int(os.environ.get("LONGHORN_EVERY", 1)) # CI kills at every third file operation
+EVERY = int(os.environ.get("LONGHORN_EVERY", 1)) # CI makes every third kill only
 calls, errors = [], {} # names of the experiments that ran; name -> what its job raises
 
 

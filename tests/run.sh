@@ -8,7 +8,7 @@ ruff check -q
 echo "== notebooks (nbdev_test)"
 nbdev_test --n_workers 2
 echo "== tests (pytest)"
-python -m pytest -q -n 2 --dist loadfile
+python -m pytest -q -n 2 --dist worksteal
 echo "== notebooks are clean and the package is what they export"
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
