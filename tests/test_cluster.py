@@ -3,7 +3,7 @@
 import json, os, re, signal, socket, subprocess, sys, time
 from pathlib import Path
 import pytest
-from fakes import EVERY
+from fakes import kills
 from layouts import free_port
 from longhorn_kit import cli
 from longhorn_kit.records import read_json, read_jsonl
@@ -138,10 +138,10 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
     (node / "slow.py").write_text(SLOW)
     whole = torchrun(node, "--standalone", "--nproc-per-node", 2, "slow.py", 0, "whole", *COMMAND, "--steps", 12, "--save-every", 3)
     assert (whole.communicate(timeout=60), whole.returncode)[1] == 0
-    for n in range(0, 10, EVERY):
+    for n in kills(10):
         started = time.monotonic()
         launcher = torchrun(node, *"--nnodes 1 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id".split(), n, "--rdzv-endpoint",
-                            f"localhost:{free_port()}", "slow.py", f"die{n + 1}", f"run{n}", *COMMAND, "--steps", 12, "--save-every", 3,
+                            f"localhost:{free_port()}", "slow.py", f"die{n}", f"run{n}", *COMMAND, "--steps", 12, "--save-every", 3,
                             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         told = launcher.communicate(timeout=60)[0]
         assert launcher.returncode == 0, told

@@ -81,7 +81,7 @@ def files_in(folder):
 
 def killed_and_resumed(argv, here, operations, between=lambda folder: None):
     "Kill a command at each of its file operations and run it again; yield its folder and output."
-    for n in range(1, operations + 1, fakes.EVERY):
+    for n in fakes.kills(operations):
         folder = here / f"killed{n}"
         assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
         between(folder)
@@ -156,7 +156,7 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     text_of_new = writes(here / "b" / "out")
     assert code == 0 and operations > 15 and text_of_old[0] == text_of_new[0] == 0 and text_of_old != text_of_new
     found = set()
-    for n in range(1, operations + 1, fakes.EVERY):
+    for n in fakes.kills(operations):
         shutil.rmtree(here / "c", ignore_errors=True)
         shutil.copytree(here / "a", here / "c")
         assert child(argv(new, here / "c" / "out"), here / "c", n)[0] == -signal.SIGKILL
