@@ -532,7 +532,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
     (lambda m: m.loss(TOKENS, None), "targets is NoneType; expected integers"),
     *((lambda m, wrong=wrong: m.step(TOKENS[:, 0], wrong(m)), f"cache has {count} entries; expected 2, one for each block")
       for wrong, count in [(lambda m: m.empty_cache(2)[:1], 1), (lambda m: 2 * m.empty_cache(2), 4), (lambda m: None, 0)]),
-    (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"),
+    (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"), (lambda m: m.prefill(TOKENS, make(mixer="attention").empty_cache(2)), "cache.S is AttentionCache; expected"),
     *((lambda m, name=name, cache=cache: make(mixer=name).step(TOKENS[:, 0], cache or make(mixer=name).empty_cache(3)), message) for name, cache, message in [
         ("longhorn", [None] * 2, r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)"), ("gla", [None] * 2, "cache.S is NoneType"),
         ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"), ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)")]),

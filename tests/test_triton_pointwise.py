@@ -55,22 +55,22 @@ def test_a_wrong_target_and_a_wrong_logit_show():
 
 @pytest.mark.parametrize("chunk", [1, 8, 100])
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_loss_of_features(chunk, dtype, compiled):
+@pytest.mark.parametrize("compiled, kernels", [(False, True), (True, True), (False, False), (True, False)])
+def test_the_loss_of_features(chunk, dtype, compiled, kernels, monkeypatch):
     torch.manual_seed(1)
     h, weight = random(21, 8, dtype=dtype).requires_grad_(), random(35, 8, dtype=dtype).requires_grad_()
     targets = torch.randint(35, (21,), device=DEVICE)
     targets[::4] = -100
     expected = F.cross_entropy(F.linear(h.double(), weight.double()), targets)
     torch._dynamo.reset()
-    run = torch.compile(tp.linear_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tp.linear_cross_entropy
-    found = run(h, weight, targets, chunk, dtype)
+    monkeypatch.setattr(memory, "kernels_run", lambda *tensors: kernels)
+    run = torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else chunked_cross_entropy
+    found = run(h, weight, targets, chunk)
     assert found.dtype == torch.float32 and torch.allclose(found.double(), expected, rtol=CLOSE[dtype])
-    pairs = zip(torch.autograd.grad(3 * found, (h, weight)), torch.autograd.grad(3 * expected, (h, weight)))
-    for ours, exact in pairs:
+    for ours, exact in zip(torch.autograd.grad(3 * found, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))):
         assert ours.dtype == dtype and far(ours, exact) < 2 * CLOSE[dtype]
     with torch.no_grad():
-        assert torch.allclose(tp.linear_cross_entropy(h, weight, targets, chunk, dtype), found, rtol=1e-6) # another kernel
+        assert torch.allclose(chunked_cross_entropy(h, weight, targets, chunk), found, rtol=1e-6) # another kernel
 
 
 def test_targets_may_be_a_view_but_not_too_few(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op, register_autograd
 from torch.utils.checkpoint import checkpoint
 
 from ..scan.arguments import kernel_obstacle, transformed
@@ -114,43 +115,73 @@ def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a fu
         return use(product, layer.bias)
 
 # %% ../../nbs/machine/memory.ipynb #memory-017
-def cross_entropy_grad(logits, targets): # logits (m,V); targets (m,), -100: ignored
-    "Return the summed cross entropy in nats, and its gradient p - onehot (m,V)."
+def cross_entropy_(logits, targets, losses, learns): # (m,V); (m,), negative: left out; (m,)
+    "Write the losses in nats, and if `learns` their gradients p - onehot in place of the logits."
     log_p, known = torch.log_softmax(wide(logits), -1), (targets >= 0)[:, None]
     place = targets.clamp(min=0)[:, None]
-    loss = -(log_p.gather(1, place) * known).sum()
-    p = log_p.exp_().scatter_add_(1, place, -torch.ones_like(known, dtype=log_p.dtype))
-    return loss, p.mul_(known).to(logits.dtype)
+    losses.copy_(-(log_p.gather(1, place) * known)[:, 0])
+    if learns:
+        p = log_p.exp_().scatter_add_(1, place, -torch.ones_like(known, dtype=log_p.dtype))
+        logits.copy_(p.mul_(known))
 
 # %% ../../nbs/machine/memory.ipynb #memory-019
+def add_product(total, a, b):
+    "Add `a.T @ b` to `total`, in one pass if the product can."
+    if total.dtype == b.dtype:
+        torch.addmm(total, a.T, b, out=total)
+    elif b.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.T @ b
+
+def loss_in_slices(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype,
+                   learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Return the mean loss; the gradients of the sum by h and weight; 1 / number of targets."
+    write = cross_entropy_
+    if kernels_run(h, weight):
+        from longhorn_kit.scan.triton_pointwise import cross_entropy_ as write
+    table, (M, d), V, total = weight.to(dtype), h.shape, len(weight), torch.promote_types(dtype, torch.float32)
+    losses, dh = h.new_empty(M, dtype=total), h.new_empty(M if learns else 0, d, dtype=dtype)
+    dweight = h.new_zeros(V if learns else 0, d, dtype=total)
+    room = h.new_empty(min(chunk, M), V + -V % 64, dtype=dtype)
+    for first in range(0, M, chunk):
+        rows = slice(first, first + chunk)
+        x = h[rows].to(dtype)
+        logits = room[:len(x), :V]
+        torch.mm(x, table.T, out=logits)
+        write(logits, targets[rows], losses[rows], learns)
+        if learns:
+            torch.mm(logits, table, out=dh[rows])
+            add_product(dweight, logits, x)
+    count = (targets >= 0).sum(dtype=total)
+    return losses.sum() / count, dh, dweight, 1 / count.clamp(min=1) # no targets: NaN, and no gradient
+
+# %% ../../nbs/machine/memory.ipynb #memory-020-c
+def keep_gradients(ctx, inputs, output):
+    "Save the gradients that the forward pass has computed."
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+def scale_gradients(ctx, dloss, *_):
+    "Return the gradients of h and weight."
+    dh, dweight, share = ctx.saved_tensors
+    scale = dloss * share
+    return *((t.to(dtype) * scale).to(dtype) for t, dtype in zip((dh, dweight), ctx.dtypes)), None, None, None, None
+
 class ChunkedCrossEntropy(torch.autograd.Function):
-    "Equation (1) in slices; the forward pass computes the gradients."
-    @staticmethod
-    def forward(h, weight, targets, chunk, learns, dtype):
-        table, count = weight.to(dtype), (targets >= 0).sum()
-        counted = count.clamp(min=1) # without targets the loss is NaN and its gradient 0, as in PyTorch
-        total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=h.device)
-        dh, dweight = (torch.zeros_like(t if learns else t[:0]) for t in (h, weight))
-        for first in range(0, len(h), chunk):
-            rows = slice(first, first + chunk)
-            x = h[rows].to(dtype)
-            loss, error = cross_entropy_grad(x @ table.T, targets[rows])
-            total += loss
-            if learns:
-                dh[rows] = (error @ table) / counted
-                dweight += (error.T @ x) / counted
-        return total / count, dh, dweight
+    "`loss_in_slices`, with gradients of its loss."
+    forward, setup_context = staticmethod(loss_in_slices), staticmethod(keep_gradients)
+    backward = staticmethod(torch.autograd.function.once_differentiable(scale_gradients))
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*output[1:])
-        ctx.mark_non_differentiable(*output[1:])
+_operation = custom_op("longhorn_kit::linear_cross_entropy", mutates_args=())(loss_in_slices)
+register_autograd(_operation, scale_gradients, setup_context=keep_gradients)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss, *_):
-        dh, dweight = ctx.saved_tensors
-        return dh * dloss, dweight * dloss, None, None, None, None
+@_operation.register_fake
+def _(h, weight, targets, chunk, dtype, learns):
+    (M, d), total = h.shape, torch.promote_types(dtype, torch.float32)
+    new = lambda *shape, dtype=total: h.new_empty(shape, dtype=dtype)
+    return new(), new(M if learns else 0, d, dtype=dtype), new(len(weight) if learns else 0, d), new()
 
 # %% ../../nbs/machine/memory.ipynb #memory-021
 def chunked_cross_entropy(
@@ -161,7 +192,6 @@ def chunked_cross_entropy(
     if len(targets) != len(h) or chunk < 1:
         raise ValueError(f"there are {len(targets)} targets for {len(h)} features, in slices of {chunk}")
     dtype, targets = product_dtype(h.device.type, h.dtype), targets.contiguous()
-    if kernels_run(h, weight):
-        from longhorn_kit.scan.triton_pointwise import linear_cross_entropy
-        return linear_cross_entropy(h, weight, targets, chunk, dtype)
-    return ChunkedCrossEntropy.apply(h, weight, targets, chunk, torch.is_grad_enabled(), dtype)[0]
+    compiled, operation = torch.compiler.is_compiling(), torch.ops.longhorn_kit.linear_cross_entropy.default
+    run = operation if compiled else ChunkedCrossEntropy.apply
+    return run(h, weight, targets, chunk, dtype, torch.is_grad_enabled())[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .memory import (
     bias_apart, convolve, convolve_step, halves, is_plain, product_dtype, weight_of, wide, with_product)
-from ..scan.arguments import check_tensor, documented, shown
+from ..scan.arguments import check_optional, check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..theory.closed_forms import effective_rate_from_logits
 
@@ -202,6 +202,7 @@ class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses define `scan` and `scan_step`."
 
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, cu_seqlens: Tensor | None = None) -> tuple:
+        check_optional("cache.S", getattr(cache, "S", cache), ("B", self.d_inner, "N"))
         *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens)
         out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens)
         y, S = out if keep_cache else (out, None)

@@ -80,68 +80,6 @@ def cross_entropy_(
             logits, targets, losses, logits.shape[1], logits.stride(0), LEARNS=learns,
             LANES=128 if INTERPRETED else 1024, U=8, num_warps=WARPS)
 
-# %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-012
-def _add_product(total, a, b):
-    # total += a.T @ b in float32, in one pass if the product can.
-    if total.dtype == b.dtype:
-        torch.addmm(total, a.T, b, out=total)
-    elif b.is_cuda:
-        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a.T @ b
-
-
-def _head(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype,
-          learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # The mean loss; the gradients of the sum by h and weight; 1 / number of targets.
-    table, (M, d), V = weight.to(dtype), h.shape, len(weight)
-    losses, dh = h.new_empty(M, dtype=torch.float32), h.new_empty(M if learns else 0, d, dtype=dtype)
-    dweight = h.new_zeros(V if learns else 0, d, dtype=torch.float32)
-    room = h.new_empty(min(chunk, M), _cdiv(V, 64) * 64, dtype=dtype)
-    for first in range(0, M, chunk):
-        rows = slice(first, first + chunk)
-        x = h[rows].to(dtype)
-        logits = room[: len(x), :V]
-        torch.mm(x, table.T, out=logits)
-        cross_entropy_(logits, targets[rows], losses[rows], learns)
-        if learns:
-            torch.mm(logits, table, out=dh[rows])
-            _add_product(dweight, logits, x)
-    count = (targets >= 0).sum()
-    return losses.sum() / count, dh, dweight, 1 / count.clamp(min=1)
-
-
-_operation = custom_op("longhorn_kit::linear_cross_entropy", mutates_args=())(_head)
-
-
-@_operation.register_fake
-def _(h, weight, targets, chunk, dtype, learns):
-    number, (M, d) = h.new_empty((), dtype=torch.float32), h.shape
-    return (number, h.new_empty(M if learns else 0, d, dtype=dtype),
-            h.new_empty(len(weight) if learns else 0, d, dtype=torch.float32), number.clone())
-
-# %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-014
-def _setup_head(ctx, inputs, output):
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-    ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _head_gradients(ctx, dloss, *_):
-    dh, dweight, share = ctx.saved_tensors
-    scale = dloss * share
-    return *((t.to(dtype) * scale).to(dtype) for t, dtype in zip((dh, dweight), ctx.dtypes)), None, None, None, None
-
-
-register_autograd(_operation, _head_gradients, setup_context=_setup_head)
-_differentiable_head = differentiable(_head, _setup_head, torch.autograd.function.once_differentiable(_head_gradients))
-
-
-def linear_cross_entropy(h, weight, targets, chunk, dtype):
-    "Return the mean cross entropy of `F.linear(h, weight)`, with products in `dtype`."
-    run = torch.ops.longhorn_kit.linear_cross_entropy.default if torch.compiler.is_compiling() else _differentiable_head
-    return run(h, weight, targets, chunk, dtype, torch.is_grad_enabled())[0]
-
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-017
 @triton.jit
 def _add_norm_kernel(h_ptr, y_ptr, w_ptr, s_ptr, n_ptr, r_ptr, M, D, eps, ROWS: tl.constexpr, BD: tl.constexpr):
