@@ -475,7 +475,7 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
 def test_a_bad_bin_is_named(tmp_path):
     path = tmp_path / "nano" / "train.bin"
     cases = [([1, 2, 300, 4], {}, "holds token 300, but the tokenizer bytes has 256; name the tokenizer"),
-             ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
+             ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"), ([1, 2, 3, 4], {"text_column": "body"}, "has no columns; text_column='body' does not"),
              ([1, 2, 3, 4], {"val": str(path)}, "is the text to train on"), ([1, 2, 3, 4], {"val": "stdlib"}, "stdlib cannot be the held-out part of .* takes one, a .bin file")]
     for ids, options, says in cases:
         with pytest.raises(ValueError, match=says) as caught:

@@ -357,7 +357,7 @@ def known_by(source, bins=()): # bins: from `bin_files`
     return facts + [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                     for path in files if path.is_file()]
 
-def check_settings(source, bins, fraction, **counts):
+def check_settings(source, bins, fraction, column, **counts):
     "Raise ValueError for an invalid setting of `prepare`."
     if not 0 < fraction < 1:
         raise ValueError(f"fraction is {fraction}; it must be between 0 and 1")
@@ -368,6 +368,8 @@ def check_settings(source, bins, fraction, **counts):
             raise ValueError(f"{source} is used as it is; {name}={value} does not apply to tokens")
     if len(bins) == 2 and fraction != VAL_PART:
         raise ValueError(f"{source} has a held-out part; fraction={fraction} does not apply to it")
+    if column != "text" and (bins or source == "stdlib"):
+        raise ValueError(f"{source} has no columns; text_column={column!r} does not apply to it")
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
@@ -383,7 +385,8 @@ def prepare(
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
-    check_settings(source, bins, fraction if val is None else VAL_PART, limit=limit, tokens=tokens, workers=workers)
+    check_settings(source, bins, fraction if val is None else VAL_PART, text_column, limit=limit, tokens=tokens,
+                   workers=workers)
     encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
     if (Path(source).expanduser() / "index.json").is_file():
         return open_corpus(Path(source).expanduser(), encoder)
