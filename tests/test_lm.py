@@ -534,8 +534,8 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
       for wrong, count in [(lambda m: m.empty_cache(2)[:1], 1), (lambda m: 2 * m.empty_cache(2), 4), (lambda m: None, 0)]),
     (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"), (lambda m: m.prefill(TOKENS, make(mixer="attention").empty_cache(2)), "cache.S is AttentionCache; expected"),
     *((lambda m, name=name, cache=cache: make(mixer=name).step(TOKENS[:, 0], cache or make(mixer=name).empty_cache(3)), message) for name, cache, message in [
-        ("longhorn", [None] * 2, r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)"), ("gla", [None] * 2, "cache.S is NoneType"),
-        ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"), ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)")]),
+        ("longhorn", [None] * 2, r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)"), ("gla", [None] * 2, "cache.S is NoneType"), ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"), ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)"),
+        ("rwkv5", make(mixer="hgrn2").empty_cache(2), r"cache.past has shape \(2, 0, 0\); expected \(2, 16, 1\)")]),
     *((lambda m, chunk=chunk: m.loss(TOKENS, TOKENS, chunk=chunk), f"chunk is {chunk}; expected an integer of at least 0") for chunk in (-1, 1.5)),
     (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
     (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),

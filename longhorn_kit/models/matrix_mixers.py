@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
 from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
-from ..scan.arguments import check_optional, check_tensor
+from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
 
@@ -50,16 +50,22 @@ class MatrixMixer(Mixer):
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
 
+    def check_cache(self, cache: Any, rows: int) -> Any:
+        "Return the cache of `rows` sequences, or raise a `ValueError` if it belongs to another layer."
+        check_tensor("cache.S", getattr(cache, "S", cache), (rows, self.n_heads, "P", "N"))
+        check_tensor("cache.past", cache.past, (rows, *self.past_shape))
+        return cache
+
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
-        check_optional("cache.S", getattr(cache, "S", cache), (x.shape[0], self.n_heads, "P", "N"))
-        cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
+        rows = x.shape[0]
+        cache = self.empty_cache(rows, x.device, x.dtype) if cache is None else self.check_cache(cache, rows)
         scan, gate, past = self.inputs(x, cache)
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
         return y, MatrixCache(past, S, cache.position + x.shape[1]) if keep_cache else None
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
-        check_tensor("cache.S", getattr(cache, "S", cache), (x_t.shape[0], self.n_heads, "P", "N"))
+        self.check_cache(cache, x_t.shape[0])
         scan, gate, past = self.inputs(check_stream(x_t, 2, self.d_model)[:, None], cache)
         bonus = scan.pop("bonus", None)
         y, S = matrix_step(**{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus)
