@@ -165,8 +165,7 @@ def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
-        left = f"{record['missing']} of its jobs are not done"
-        raise RuntimeError(f"{left}{''.join(notes)}; the same command continues")
+        raise RuntimeError(f"{record['missing']} of its jobs are not done{''.join(notes)}; the same command continues")
 
 # %% ../nbs/machine/cli.ipynb #cli-027
 def finished_records(out: Path) -> list[dict]:
@@ -223,13 +222,12 @@ class Reproduce(Generic[S]):
         for name in ("workers", "minutes"):
             if not (getattr(self, name) or 0) >= 0: # also NaN
                 raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
-        if odd := [option for option in self.slurm if "=" not in option]:
-            raise UsageError(f"--slurm takes NAME=VALUE; {odd[0]!r} is not of this form")
+        if odd := [option for option in self.slurm if "=" not in option or self.launcher != "slurm"]:
+            raise UsageError(f"--slurm takes NAME=VALUE with --launcher slurm; got {odd[0]!r} with {self.launcher}")
         claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)
         minutes = [claim.minutes.get(self.scale) for claim in claims]
         total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
-        names = ", ".join(claim.name for claim in claims)
-        print(f"at scale {self.scale}: {names}; {total} on {PLATFORM[self.scale]}")
+        print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total} on {PLATFORM[self.scale]}")
         failed = {}
         for i, claim in enumerate(claims):
             print(f"\n[{i + 1}/{len(claims)}] {claim.name}" + (f", about {minutes[i]:g} min" if minutes[i] else ""))

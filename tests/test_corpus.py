@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from longhorn_kit import records
+from longhorn_kit import cli, records
 from longhorn_kit.lab import corpus, data
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import SEPARATOR, load_documents
@@ -150,8 +150,8 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name, value", [
     ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5), ("workers", 0)])
 def test_impossible_settings_are_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
-        prepare("stdlib", cache=tmp_path, **{name: value})
+    for more, says in (({name: value}, f"{name} is {value!r}"), ({"val": "a.txt", "fraction": 0.2}, "has a held-out part; fraction=0.2 does not")):
+        with pytest.raises(ValueError, match=says): prepare("stdlib", cache=tmp_path, **more)
 
 
 # ---- killed, interrupted, shared
@@ -203,25 +203,25 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, mon
         "train.bin", "val.bin", "index.json", "checked.json"}
 
 
-def test_processes_that_tokenise_end_with_a_killed_parent(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sent, code", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch, sent, code):
     def endless(rows, **settings):
         (tmp_path / f"{os.getpid()}.pid").touch()
         time.sleep(60)
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "tokenise", endless)
-    source = write(tmp_path / "a.txt")
-    child = multiprocessing.get_context("fork").Process(target=lambda: prepare(source, cache=tmp_path / "cache", workers=2))
+    words = ["prepare", write(tmp_path / "a.txt"), "--cache", str(tmp_path / "cache"), "--workers", "2"]
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(cli.main(words)))
     child.start()
     alive = lambda: [path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")]
     end = time.monotonic() + 20
     while len(alive()) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     assert len(alive()) == 2
-    child.kill()
+    for process in [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]: os.kill(process, sent) # as Ctrl-C does
     child.join()
-    while alive() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not alive()
+    while alive() and time.monotonic() < end: time.sleep(0.05)
+    assert not alive() and child.exitcode == code
 
 
 def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_presets_are_the_published_recipe():
     (["digits"], dict(model="longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
     (["digits"], dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
     (["digits"], dict(steps=9), "unknown setting 'steps'"),
-    (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"),
+    (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"), (["digits"], dict(flip=7.0), "flip is 7.0"), (["digits"], dict(crop_pct=0.0), "crop_pct is 0.0"),
     (["digits"], dict(precision="fp8"), "precision is 'fp8'"),
 ])
 def test_bad_names_and_settings(arguments, override, message):

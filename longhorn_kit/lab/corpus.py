@@ -37,8 +37,9 @@ PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: in a full piece, and a
 THREADS = {} # "maps": thread that runs `map`; "forks": thread that is forking
 
 def end_with_parent():
-    "Ask Linux to end a process of `map` when the parent's thread ends."
+    "Leave interrupts to the parent, and ask Linux to end a process of `map` when the parent's thread ends."
     if THREADS.get("maps", 0) == THREADS["forks"]: # not if a thread of the pool forked it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL) # 1: PR_SET_PDEATHSIG
 
 if sys.platform == "linux":
@@ -55,6 +56,8 @@ def started_processes():
         yield
     except RuntimeError as error:
         raise OSError(f"a process that tokenises was lost ({error}); try fewer workers") from None
+    except Exception as error: # `map` turns an interrupt into another error
+        raise error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
     finally:
         del THREADS["maps"]
         show()
@@ -357,7 +360,7 @@ def known_by(source, bins=()): # bins: from `bin_files`
     return facts + [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                     for path in files if path.is_file()]
 
-def check_settings(source, bins, fraction, column, **counts):
+def check_settings(source, val, bins, fraction, column, **counts):
     "Raise ValueError for an invalid setting of `prepare`."
     if not 0 < fraction < 1:
         raise ValueError(f"fraction is {fraction}; it must be between 0 and 1")
@@ -366,7 +369,7 @@ def check_settings(source, bins, fraction, column, **counts):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
         if value is not None and bins and name != "workers":
             raise ValueError(f"{source} is used as it is; {name}={value} does not apply to tokens")
-    if len(bins) == 2 and fraction != VAL_PART:
+    if (val is not None or len(bins) == 2) and fraction != VAL_PART:
         raise ValueError(f"{source} has a held-out part; fraction={fraction} does not apply to it")
     if column != "text" and (bins or source == "stdlib"):
         raise ValueError(f"{source} has no columns; text_column={column!r} does not apply to it")
@@ -385,8 +388,7 @@ def prepare(
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
-    check_settings(source, bins, fraction if val is None else VAL_PART, text_column, limit=limit, tokens=tokens,
-                   workers=workers)
+    check_settings(source, val, bins, fraction, text_column, limit=limit, tokens=tokens, workers=workers)
     encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
     if (Path(source).expanduser() / "index.json").is_file():
         return open_corpus(Path(source).expanduser(), encoder)

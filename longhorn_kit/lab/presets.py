@@ -37,7 +37,8 @@ class LMPreset:
     def __post_init__(self):
         if self.sizes not in ("matched", "official"):
             raise ValueError(f"sizes is {self.sizes!r}; it must be 'matched' or 'official'")
-        check_ranges(self, **dict.fromkeys(("d_model", "n_layer", "pad_vocab"), (1, LARGEST)), dropout=(0, 1))
+        whole = (1, LARGEST)
+        check_ranges(self, d_model=whole, n_layer=whole, pad_vocab=whole, dropout=(0, 1), val=(2, LARGEST))
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-007
 LM_PRESETS = {
@@ -97,8 +98,7 @@ def override(
     **changes: object, # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
 ) -> LMPreset:
     "Return the preset with some fields changed; ValueError for an unknown name."
-    apart = {"description", "train", "data"}
-    recipe, sizes = ({f.name for f in fields(part)} - apart for part in (TrainConfig, LMPreset))
+    recipe, sizes = ({f.name for f in fields(c)} - {"description", "train", "data"} for c in (TrainConfig, LMPreset))
     for name in changes:
         if name not in recipe | sizes:
             raise ValueError(f"a preset has no field {name!r}; there are: {', '.join(sorted(recipe | sizes))}")

@@ -65,10 +65,8 @@ LARGEST = 2**31 - 1 # of every count in a recipe
 
 def check_recipe(recipe):
     "Raise ValueError for the first impossible setting."
-    least = dict.fromkeys(("steps", "batch_size", "gradient_accumulation_steps", "eval_every", "log_every",
-                           "save_total_limit"), 1)
-    least |= {"save_every": 0}
-    check_ranges(recipe, **{name: (low, LARGEST) for name, low in least.items()}, lr=(0, sys.float_info.max),
+    counts = ("steps", "batch_size", "gradient_accumulation_steps", "eval_every", "log_every", "save_total_limit")
+    check_ranges(recipe, **dict.fromkeys(counts, (1, LARGEST)), save_every=(0, LARGEST), lr=(0, sys.float_info.max),
                  **dict.fromkeys(("clip", "weight_decay", "save_seconds"), (0, math.inf)),
                  **dict.fromkeys(("min_lr_ratio", "beta1", "beta2", "ema"), (0, 1)), seed=(0, 2**63 - 1))
     if not 0 <= recipe.warmup < recipe.steps:

@@ -76,7 +76,8 @@ class VisionConfig(Recipe):
         super().__post_init__()
         object.__setattr__(self, "init_from", self.init_from and FullPath(Path(self.init_from).expanduser().resolve()))
         check_ranges(self, epochs=(1, LARGEST), repeats=(1, 1000), workers=(0, 1024), **dict.fromkeys(
-            ("img_size", "warmup_epochs"), (0, LARGEST)), smoothing=(0, 1), drop_path=(0, 1))
+            ("img_size", "warmup_epochs", "mixup", "cutmix", "color_jitter"), (0, LARGEST)), **dict.fromkeys(
+            ("smoothing", "drop_path", "erase", "flip"), (0, 1)), smallest_crop=(0.01, 1), crop_pct=(0.01, 1))
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-008
 class VisionPreset(NamedTuple):
