@@ -89,10 +89,10 @@ def test_help_lists_presets_mixers_and_what_a_preset_fills_in(command, presets, 
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split()).partition("settings options")[2]
     assert all(f"  {name}: {preset.description}" in out for name, preset in presets.items())
     assert command != "train-lm" or f"Mixers: {', '.join(MIXERS)}\n" in out
-    for name in {field.name for field in settings} - {"train", *("steps", "warmup", "eval_every") * (command == "train-vision")}:
+    for name in {field.name for field in settings} - {"train", "description", *("steps", "warmup", "eval_every") * (command == "train-vision")}:
         about, default = re.search(rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words).groups()
         assert len(about.split()) > 1 and default == "from the preset", name
-    assert "default: None" not in out
+    assert "default: None" not in out and "--description" not in out
     name = list(presets)[0]
     assert cli.main([command, "--preset", name, "--help"]) == 0
     assert "from the preset" not in (out := capsys.readouterr().out) and f"  {name}: " in out

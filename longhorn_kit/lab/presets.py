@@ -22,7 +22,7 @@ from ..records import check_ranges
 @dataclass(frozen=True)
 class LMPreset:
     "A model size, a training recipe and a text, by name."
-    description: str     # for the list of presets
+    description: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] # for the list of presets; no flag
     d_model: int         # width
     n_layer: int         # scan blocks; attention gets half as many blocks, each with an MLP
     train: TrainConfig
