@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-BUDGET = {"lab": 6600, "package": 15797, "tests": 13185, "kernels and docs": 3200} # lines without blank lines and cell markers
+BUDGET = {"lab": 6600, "package": 15799, "tests": 13185, "kernels and docs": 3200} # lines without blank lines and cell markers
 CHARACTERS = 944_300 # the aim is 730,000
 LARGE = set() # modules over 400 lines (kernel files 600)
 WORDING = 20 # sentences with an odd phrase

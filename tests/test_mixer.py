@@ -368,7 +368,7 @@ def hooked(layer):
     (lambda: hooked(make("longhorn")).run(torch.randn(1, 4, 16), cu_seqlens=torch.tensor([0, 4])), "cu_seqlens needs a plain conv1d"),
     (lambda: Longhorn(16)(torch.randn(2, 3, 17)), r"x has shape \(2, 3, 17\); expected \(B, T, 16\)"),
     (lambda: Longhorn(16).prefill(torch.randn(3, 16)), r"x has shape \(3, 16\); expected \(B, T, 16\)"),
-    (lambda: Longhorn(16).step(torch.randn(2, 3, 16), None), r"x has shape \(2, 3, 16\); expected \(B, 16\)"),
+    (lambda: Longhorn(16).step(torch.randn(2, 3, 16), None), r"x has shape \(2, 3, 16\); expected \(B, 16\)"), (lambda: make("gla").step(torch.randn(2, 16).double(), make("gla").empty_cache(2)), "x has dtype torch.float64; expected torch.float32"), (lambda: make("gla").step(None, None), "x is NoneType"),
 ])
 def test_mistakes_are_told_in_one_line(wrong, message):
     with pytest.raises(ValueError, match=message) as error:

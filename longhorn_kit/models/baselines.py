@@ -140,7 +140,8 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
-        check_optional("cache.k", getattr(cache, "k", cache), (x.shape[0], self.n_heads, "T", "P"))
+        sizes = x.shape[0], self.n_heads, "T", self.d_model // self.n_heads
+        check_optional("cache.k", getattr(cache, "k", cache), sizes)
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
         (q, k), v = rotate(qkv[:2], past, self.rope_base), qkv[2]

@@ -65,8 +65,8 @@ class MatrixMixer(Mixer):
         return y, MatrixCache(past, S, cache.position + x.shape[1]) if keep_cache else None
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
-        self.check_cache(cache, x_t.shape[0])
-        scan, gate, past = self.inputs(check_stream(x_t, 2, self.d_model)[:, None], cache)
+        x = check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None]
+        scan, gate, past = self.inputs(x, self.check_cache(cache, x.shape[0]))
         bonus = scan.pop("bonus", None)
         y, S = matrix_step(**{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus)
         return self.out_proj(self.read_out(y[:, None], gate))[:, 0], MatrixCache(past, S, cache.position + 1)

@@ -355,8 +355,9 @@ def to_transformers(model: SequenceLM) -> LonghornForCausalLM:
              for name, tensor in model.state_dict().items()}
     if tied:
         state["lm_head.weight"] = state["model.embedding.weight"]
-    ours.load_state_dict(state)
-    return ours.to(model.embedding.weight).train(model.training)
+    ours.load_state_dict(state, assign=True)
+    ours.tie_weights()
+    return ours.train(model.training)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-028
 def from_transformers(model: LonghornForCausalLM) -> SequenceLM:
@@ -365,8 +366,8 @@ def from_transformers(model: LonghornForCausalLM) -> SequenceLM:
     tied = model.config.tie_word_embeddings
     state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()
              if not (tied and name == "lm_head.weight")}
-    lm.load_state_dict(state)
-    return lm.to(model.dtype).train(model.training)
+    lm.load_state_dict(state, assign=True)
+    return lm.train(model.training)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-b
 def own_sources(name: str, found: dict) -> dict: # module of the kit; {module: its source}
