@@ -140,10 +140,10 @@ def check_ranges(
     settings: Any, # object with these attributes
     **ranges: tuple, # attribute=(lowest, highest), also of each number in a tuple
 ) -> None:
-    "Raise ValueError for the first attribute outside its range; None is in every range."
+    "Raise ValueError for the first attribute outside its range."
     for name, (low, high) in ranges.items():
         for number in value if isinstance(value := getattr(settings, name), tuple) else (value,):
-            if number is not None and not low <= number <= high: # nor is NaN
+            if not low <= number <= high: # nor is NaN
                 raise ValueError(f"{name} is {number}; it must be from {low} to {high}")
 
 # %% ../nbs/machine/records.ipynb #records-016-3

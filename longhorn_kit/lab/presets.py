@@ -37,8 +37,8 @@ class LMPreset:
     def __post_init__(self):
         if self.sizes not in ("matched", "official"):
             raise ValueError(f"sizes is {self.sizes!r}; it must be 'matched' or 'official'")
-        whole = (1, LARGEST)
-        check_ranges(self, d_model=whole, n_layer=whole, pad_vocab=whole, dropout=(0, 1), val=(2, LARGEST))
+        whole, val = (1, LARGEST), {} if self.val is None else {"val": (2, LARGEST)}
+        check_ranges(self, d_model=whole, n_layer=whole, pad_vocab=whole, dropout=(0, 1), **val)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-007
 LM_PRESETS = {
