@@ -53,6 +53,25 @@ def test_a_wrong_target_and_a_wrong_logit_show():
     assert losses.isnan().tolist() == [False, True, True, False] and logits[3].isfinite().all()
 
 
+def test_the_padding_of_the_logits_is_finite(monkeypatch):
+    "Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN: memory that held NaN before gave NaN gradients."
+    write, empty = memory.cross_entropy_, torch.Tensor.new_empty
+    paddings = []
+
+    def look(logits, *rest):
+        write(logits, *rest)
+        paddings.append(logits._base[:, 35:])
+
+    monkeypatch.setattr(memory, "kernels_run", lambda *tensors: False)
+    monkeypatch.setattr(memory, "cross_entropy_", look)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
+    h, weight = random(21, 8, dtype=torch.bfloat16), random(35, 8, dtype=torch.bfloat16)
+    targets = torch.randint(35, (21,), device=DEVICE)
+    grads = torch.func.grad(lambda h, weight: chunked_cross_entropy(h, weight, targets, 100), (0, 1))(h, weight)
+    assert len(paddings) == 1 and paddings[0].numel() and not paddings[0].any()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 100])
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("compiled, kernels", [(False, True), (True, True), (False, False), (True, False)])

@@ -143,7 +143,8 @@ def loss_in_slices(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype
     table, (M, d), V, total = weight.to(dtype), h.shape, len(weight), torch.promote_types(dtype, torch.float32)
     losses, dh = h.new_empty(M, dtype=total), h.new_empty(M if learns else 0, d, dtype=dtype)
     dweight = h.new_zeros(V if learns else 0, d, dtype=total)
-    room = h.new_empty(min(chunk, M), V + -V % 64, dtype=dtype)
+    # a product may read the padding of its rows and multiply it by zero (AMX does): it must be finite
+    room = h.new_zeros(min(chunk, M), V + -V % 64, dtype=dtype)
     for first in range(0, M, chunk):
         rows = slice(first, first + chunk)
         x = h[rows].to(dtype)
