@@ -292,7 +292,8 @@ def test_compilers_see_one_graph():
     args = new(2, 12, 9), new(6, 1, 4), None, new(3 + 8, 6), new(6, 3), new(5, 6), None, -torch.ones(6, 4, device=DEVICE)
     state, x, keys = new(2, 6, 4), new(2, 6), new(2, 4)
     for run in (lambda: mamba_inner_fn(*args), lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True)):
-        assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(), run())
+        # sums of 6, 3, 4 and 6 terms and 9 steps, which a compiler may order in another way
+        assert error(torch.compile(run, backend="aot_eager", fullgraph=True)(), run()) < 28 * torch.finfo(torch.float32).eps
 
 
 def mistakes():
