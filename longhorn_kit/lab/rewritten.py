@@ -95,7 +95,7 @@ def jobs(config: RewrittenConfig, results: Results) -> Iterator[dict]:
         yield from final_jobs(cell, grid, config)
 
 # %% ../../nbs/machine/rewritten.ipynb #rewritten-014
-PLAN = {"commit": None, "hash": "38ae61145e202953"}
+PLAN = {"commit": "1b7f0ec6092c", "hash": "38ae61145e202953"}
 
 def plan_hash(config: RewrittenConfig) -> str:
     "Return a short hash of all settings."
