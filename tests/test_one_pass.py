@@ -179,6 +179,15 @@ def test_missing_models_count_in_the_correction():
     assert early.waits and early.doubt == "2 of 5 seeds so far"
 
 
+def test_a_pair_chosen_after_the_runs_is_judged_apart_from_the_plan():
+    record = toy({"Mamba N=64, MLP": 1.0, "Mamba-2, MLP": 1.5}, seeds=(1, 2, 3, 4), group="others-mlp")
+    (comparison, judgement), = outcomes("mamba2", record)
+    assert comparison.differences == (0.5, 0.5, 0.5) and not comparison.planned and judgement.verdict == "holds"
+    assert all("Mamba-2, MLP below" not in c.label and "Mamba N=64, MLP below" not in c.label
+               for c, _ in outcomes("other-layers-once", record)), "the planned claim does not change"
+    assert outcomes("mamba2", toy({"Mamba N=64, MLP": 1.0}, group="equal-state-mlp"))[0][1].verdict == "not run"
+
+
 @given(st.floats(1, 2), st.floats(1, 2))
 def test_token_factor_is_antisymmetric(a, b):
     ours, theirs = ({"val": {"tokens": [50, 100], "all": [loss + 1, loss]}} for loss in (a, b))
