@@ -71,7 +71,8 @@ def imports():
 
 
 def test_no_line_is_over_120_columns():
-    wide = {name: [line for line in text.splitlines() if len(line) > 120] for name, text in modules().items()}
+    written = lambda text: [line for line in text.splitlines() if not line.startswith("__all__ = ")] # nbdev wraps that one
+    wide = {name: [line for line in written(text) if len(line) > 120] for name, text in modules().items()}
     assert not {name: found for name, found in wide.items() if found}
 
 

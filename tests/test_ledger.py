@@ -71,7 +71,7 @@ def test_recorded_commands_can_be_typed_into_a_shell():
         assert not parts or parts[0] in ("longhorn", "python", "python3", "for")
         assert ";" not in row.command or parts[0] == "for" or "-c" in parts # no prose behind it
         assert subprocess.run(["sh", "-n", "-c", row.command]).returncode == 0
-        measured = row.comparison.differences and row.scale != "published"
+        measured = row.comparison.differences and row.scale not in claims.BASES
         assert not measured or row.command and row.file, "every measured row links its record and the command that repeats it"
 
 
@@ -215,3 +215,29 @@ def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tm
     assert [row.judgement.verdict for row in rows if (row.claim.name, row.scale) == ("language", "laptop")] == ["cannot be judged"] * 2
     assert all("one learning rate" in row.judgement.why for row in rows if row.claim.name == "language" and row.scale == "laptop")
     assert {row.judgement.verdict for row in rows if row.claim.name != "language"} == {"not run"}
+
+
+def test_a_row_says_why_no_run_of_it_can_get_a_verdict(monkeypatch, tmp_path):
+    recipe = fakes.claim("recipe", module=None, compare=None, minutes={}, commands={"paper": "longhorn train-lm"})
+    idea = fakes.claim("idea", module=None, compare=None, minutes={})
+    one_rate = fakes.claim("one-rate", no_verdict="one learning rate")
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, one_rate])
+    why = {row.claim.name: row.judgement.why for row in ledger(tmp_path, tmp_path)}
+    assert why == {"fake": "about 1 min on two CPU cores", "recipe": "the full recipe; no code judges its runs",
+                   "idea": "no code runs it yet", "one-rate": "about 1 min on two CPU cores; one learning rate"}
+
+
+def test_a_claim_with_that_limit_gets_no_verdict_from_any_record_and_the_others_say_nothing():
+    rows = ledger("recorded runs only")
+    limited = {claim.name for claim in claims.all_claims() if claim.no_verdict}
+    decided = [row for row in rows if row.judgement.verdict in ("holds", "does not hold", "undecided")]
+    assert limited and not limited & {row.claim.name for row in decided}
+
+
+@pytest.mark.parametrize("name, basis, words", [
+    ("read-twice", "published", "published numbers alone"), ("elsewhere-vision", "published", "published numbers alone"),
+    ("equal-sizes", "counted", "counted from the official code"), ("stable", "derived", "derived, and tested in theory/")])
+def test_a_row_without_a_run_names_its_basis(name, basis, words):
+    rows = [row for row in ledger("no runs") if row.claim.name == name]
+    assert rows and {(row.scale, row.about) for row in rows} == {(basis, words)}
+    assert f"{basis}: {rows[0].comparison.label}" == cells(rows[0])[0]

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 import longhorn_kit
 from . import claims
-from .claims import PLATFORM, SCALES, Claim, find_claim, outcomes
+from .claims import BASES, PLATFORM, SCALES, Claim, find_claim, outcomes
 from .forest import forest
 from .stats import WORDS, Comparison, Judgement, effect, show
 from ..records import read_record, records_root, to_plain
@@ -33,7 +33,7 @@ class Row:
     claim: Claim
     comparison: Comparison = Comparison("")
     judgement: Judgement = Judgement(0)
-    scale: str = ""   # "laptop", "gpu", "paper" or "published"; a variant's name in brackets
+    scale: str = ""   # of `SCALES`, with a variant's name in brackets, or of `BASES`
     about: str = ""   # how it was run
     file: str = ""    # path of the record
     command: str = "" # what runs it, again or for the first time
@@ -113,21 +113,24 @@ def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return every row of one claim; a single \"not run\" if nothing is known."
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
-    rows += [Row(claim, *pair, "published", "published numbers alone") for pair in (claim.settled or list)()]
+    rows += [Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()]
     there = {row.scale for row in rows} | ({"gpu"} if claim.timed else set()) # the workbench is not part of the package
     for scale in SCALES:
         if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
             rows.append(Row(claim, judgement=Judgement(0, why=_cost(claim, scale)), scale=scale, command=command))
-    why = "not run here; what was recorded is in the repository" if claim.timed or claim.reads else "no run of it yet"
+    recorded = claim.timed or claim.reads
+    why = "not run here; what was recorded is in the repository" if recorded else "no code runs it yet"
     return rows or [Row(claim, judgement=Judgement(0, why=why))]
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n16
 def _cost(claim, scale):
-    "Return the expected time of a run, in words."
+    "Return the expected time of a run, and why it would get no verdict, in words."
     minutes = claim.minutes.get(scale, 0)
     time = f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
-    return f"about {time} on {PLATFORM[scale]}" if minutes else "the full recipe"
+    cost = f"about {time} on {PLATFORM[scale]}" if minutes else "the full recipe"
+    limit = claim.no_verdict or ("" if claim.compare else "no code judges its runs")
+    return f"{cost}; {limit}" if limit else cost
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n18
 def results_folder() -> Path | None:
