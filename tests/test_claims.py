@@ -102,6 +102,25 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
     assert "with d_model –" in compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": []}}), "no cell is finished"
 
 
+def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
+    tried = {"longhorn": (0.001, 0.01, 0.1), "mamba": (0.01,), "gla": (0.01, 0.1)}
+    cells = [cell(name, [0.9], rates=rates, state_bytes=0) for name, rates in tried.items()]
+    told = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
+    assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in told
+
+
+def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
+    row = lambda mixer, compile, speed: dict(mixer=mixer, context=1024, compile=compile, tokens_per_second=speed, ms=1e5 / speed, commit="old")
+    names = ("longhorn", "longhorn_exact", "mamba")
+    record = {"rows": [row(name, compile, 1000) for name in names for compile in (False, True)]}
+    again = lambda *mixers: {"rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]}
+    reasons = lambda later: [found.why for _, found in compare.compare_training(record, later)]
+    diagonal, exact = reasons(again("longhorn"))
+    assert diagonal == ("stale: timed at commit old; at new diagonal takes 80.0 ms per eager step instead of 100.0, "
+                        "and Mamba was not timed again") and exact == ""
+    assert reasons(again(*names)) == reasons(None) == ["", ""]
+
+
 def run(mixer, seed, losses, tokens=(10, 20, 40), **more):
     return dict(mixer=mixer, seed=seed, tokens=tokens[-1], parameters=5e6, model=dict(d_mlp=0), state_numbers=2000,
                 val=dict(tokens=list(tokens), all=list(losses))) | more

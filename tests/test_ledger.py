@@ -241,3 +241,9 @@ def test_a_row_without_a_run_names_its_basis(name, basis, words):
     rows = [row for row in ledger("no runs") if row.claim.name == name]
     assert rows and {(row.scale, row.about) for row in rows} == {(basis, words)}
     assert f"{basis}: {rows[0].comparison.label}" == cells(rows[0])[0]
+
+
+def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_path):
+    put(tmp_path, fakes.record(missing=7))
+    row = ledger(tmp_path, tmp_path / "none")[0]
+    assert row.judgement.verdict == "holds" and row.about.endswith("7 jobs of this run are missing")

@@ -45,6 +45,7 @@ class Claim:
     reads: str | None = None        # the claim whose record `compare` reads, if not this one
     timed: Callable | None = None   # record of times -> list of (Comparison, Judgement)
     times: str = "kernels/results/h200.json" # path of that record in a checkout
+    later: str = "" # path of a newer record of times, which `timed` gets as its second argument
     settled: Callable | None = None # () -> list of (Comparison, Judgement), without a run
     basis: str = "published"        # of `settled`: a key of `BASES`
     no_verdict: str = ""            # why no run of it can get a verdict
@@ -259,6 +260,7 @@ CLAIMS += [
         rule="Longhorn writes a higher share of the hidden answers at the longest length, for every kind"),
     Claim(
         name="training-speed", **_KIT, timed=compare_training, times="nbs/lab/results/language/throughput.json",
+        later="kernels/results/h200_training_step.json",
         statement="A Longhorn model of 120M parameters trains as fast as a Mamba model.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
         commands={"gpu": "python -c 'from longhorn_kit.lab import run, throughput; run.run(throughput.EXPERIMENT, "

@@ -7,11 +7,13 @@ __all__ = ['RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'edg
            'about_recall', 'about_rewritten', 'mqar_cells', 'both_cells', 'counts', 'limited', 'compare_mqar',
            'about_mqar', 'compare_states', 'evaluations', 'nearest', 'losses', 'compare_language', 'reads',
            'about_language', 'tokens_at', 'compare_tokens', 'compare_length', 'compare_needles', 'about_length',
-           'compare_vision', 'about_vision', 'compare_training', 'no_fast_kernel']
+           'compare_vision', 'about_vision', 'timed_again', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-003
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 
 from .published import EXTRAPOLATION, OPENWEBTEXT
@@ -142,9 +144,11 @@ def about_mqar(record: dict) -> str:
     cells = (mqar_cells(record) or [{}])[0]
     width = next(iter(cells.values()), {}).get("d_model", "–")
     states = ", ".join(f"{NAMES[name]} {cell['state_bytes'] / 1024:.0f}" for name, cell in cells.items())
-    rates = ", ".join(f"{lr:g}" for lr in sorted(record["settings"]["lrs"]))
+    every = record["results"]["cells"]
+    tried = Counter(float(lr) for cell in every for lr in cell["by_lr"])
+    rates = ", ".join(f"{lr:g} in {tried[lr]}" for lr in sorted(tried))
     return (f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
-            f"{states}. Learning rates {rates}, chosen on the first judged seed")
+            f"{states}. Learning rates tried: {rates or 'none'} of {len(every)} cells; chosen on the first judged seed")
 
 # %% ../../nbs/machine/compare.ipynb #759980da
 def compare_states(record: dict) -> list[Comparison]:
@@ -329,14 +333,31 @@ def compare_times(record: dict, rows: tuple) -> list[tuple[Comparison, Judgement
     return found
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-028
-def compare_training(record: dict) -> list[tuple[Comparison, Judgement]]:
-    "Compare training tokens per second of Longhorn and Mamba, eager and compiled."
-    rows = record.get("results", record)["rows"]
-    speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in rows if row["context"] == 1024}
+def timed_again(name: str, rows: list[dict], later: dict) -> str: # rows: eager steps; later: a newer record
+    "Say that a model was timed again and Mamba was not; empty if both or neither were."
+    again = {row["mixer"]: row for row in later["rows"] if not row["compiled"]}
+    if name not in again or "mamba" in again:
+        return ""
+    before = next(row for row in rows if row["mixer"] == name)
+    now = again[name]
+    return (f"stale: timed at commit {before['commit']}; at {now['commit']} {NAMES[name]} takes {now['ms']:.1f} ms "
+            f"per eager step instead of {before['ms']:.1f}, and Mamba was not timed again")
+
+def compare_training(
+    record: dict,             # nbs/lab/results/language/throughput.json
+    later: dict | None = None, # kernels/results/h200_training_step.json
+) -> list[tuple[Comparison, Judgement]]:
+    "Compare training tokens per second of Longhorn and Mamba, eager and compiled; `why` names stale ratios."
+    rows = [row for row in record.get("results", record)["rows"] if row["context"] == 1024]
+    speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in rows}
+    eager = [row for row in rows if not row["compile"]]
     found = []
     for name in ("longhorn", "longhorn_exact"):
         ratios = tuple(speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True))
-        found.append(judge_ratios(f"{NAMES[name]} against Mamba, eager and compiled", ratios, 1 / 1.02))
+        label = f"{NAMES[name]} against Mamba, eager and compiled"
+        comparison, judgement = judge_ratios(label, ratios, 1 / 1.02)
+        why = timed_again(name, eager, later) if later else ""
+        found.append((comparison, replace(judgement, why=why)))
     return found
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-030

@@ -76,7 +76,10 @@ def _rows_of_file(claim: Claim, path: Path, stem: str, shown: str) -> list[Row]:
         record = load_record(path, source)
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
         command = claim.commands.get(scale) or rerun_command(source, scale, record)
-        found, about = read_outcomes(claim, record), claim.about(record) if claim.about else ""
+        found = read_outcomes(claim, record)
+        about = claim.about(record) if claim.about else ""
+        if missing := record.get("missing"):
+            about += f"{'; ' * bool(about)}{missing} jobs of this run are missing"
     except ERRORS as error:
         return wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown)) if stem in SCALES else []
     return [Row(claim, *pair, scale, about, shown, command) for pair in found]
@@ -96,14 +99,17 @@ def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
 def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results
     "Return the rows judged by recorded times; empty without a record."
-    path = results and results.resolve().parent.parent.parent / claim.times
+    root = results and results.resolve().parent.parent.parent
+    path = root and root / claim.times
     if not claim.timed or not path or not path.exists():
         return []
     try:
         record = read_record(path)
+        later = [read_record(root / claim.later)] if claim.later and (root / claim.later).exists() else []
         command = claim.commands.get("gpu") or record["command"].split(";")[0] # after ; a note on single rows
         gpu = record.get("gpu") or record["environment"]["gpu"]
-        return [Row(claim, *pair, "gpu", f"timed on one {gpu}", claim.times, command) for pair in claim.timed(record)]
+        about = f"timed on one {gpu}"
+        return [Row(claim, *pair, "gpu", about, claim.times, command) for pair in claim.timed(record, *later)]
     except ERRORS as error:
         found = Judgement(0, verdict="cannot be judged", why=str(error).replace(str(path), claim.times))
         return [Row(claim, judgement=found, scale="gpu", file=claim.times)]
