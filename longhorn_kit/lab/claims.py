@@ -144,7 +144,7 @@ CLAIMS = [
         rule="higher recall of 16 pairs after the same number of steps, with values embedded in 32 numbers and in 8; "
              "rates chosen on 12 seeds, 32 judged seeds, one look (an earlier run on other seeds led to this plan)",
         module="longhorn_kit.lab.rewritten", compare=compare_designs, about=about_rewritten,
-        minutes={"laptop": 30}, by_name=("laptop",)),
+        minutes={"laptop": 4}, by_name=("laptop",)),
     Claim(
         name="language", source=THREAD, published="nats: Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381",
         statement="Trained on OpenWebText, Longhorn has a lower validation loss than Mamba, attention (LLaMA) and GLA.",
