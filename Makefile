@@ -6,7 +6,8 @@ STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test test-all test-slow faults versions test-gpu lab sync outputs docs readme release clean
+.PHONY: help install reproduce claims test test-all test-slow faults fuzz browser processor sample versions test-gpu \
+  lab sync outputs docs readme release clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,19 +44,35 @@ reproduce: $(LAB) ## run the paper's claims at laptop scale and write a report p
 claims: $(LAB) ## print the ledger: the paper's numbers, ours, the verdict
 	@$(BIN)/longhorn claims
 
-test: $(STAMP) ## run every notebook, the tests, and the check that notebooks and package agree
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh
+test: $(STAMP) ## run notebooks, tests, lint and the export check; ARGS="tests/test_op.py -k auto" runs only such tests
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/run.sh $(ARGS)
 
-test-slow: $(STAMP) ## run the tests that take more than 15 seconds: several processes, clusters, compilers, many draws
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+# One thread per process: two workers share two cores.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2
+
+test-slow: $(STAMP) ## run the tests that `make test` leaves out as too long: processes, compilers, the rest of sweeps
+	@$(PYTEST) --dist loadfile -m slow
 
 faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m faults
+	@$(PYTEST) --dist worksteal -m faults
+
+fuzz: $(STAMP) ## call commands and functions with random arguments (seeded)
+	@$(PYTEST) --dist worksteal -m release tests/test_fuzz.py
+
+browser: $(STAMP) ## check the site with a keyboard and a screen reader's rules (needs Chromium and axe-core)
+	@$(PYTEST) --dist loadfile -m release tests/test_site.py
+
+processor: $(STAMP) ## run the numeric tests as on a processor without vector instructions
+	@ATEN_CPU_CAPABILITY=default $(PYTEST) --dist loadfile -m numeric
 
 versions: $(STAMP) ## compile the fast kernels with every Triton from 3.6 on (downloads 200 to 300 MB each; half an hour)
 	@$(BIN)/python -m pytest -q -m release -k every_release_of_triton
 
-test-all: test-slow faults versions ## run every long check (under two hours; `make test` is apart)
+test-all: test-slow faults fuzz browser processor versions ## run every long check (under two hours and `versions`; `make test` is apart)
+
+SEED ?= 58
+sample: $(STAMP) ## run what CI runs of `make test-all`: one case of every long test, chosen by SEED
+	@LONGHORN_EVERY=3 $(PYTEST) --dist worksteal -m "slow or faults or release" --sample $(SEED)
 
 test-gpu: ## run every test that needs a GPU with the Python that is found, and write tests/gpu.json
 	@$(PYTHON) tests/gpu.py

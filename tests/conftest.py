@@ -1,6 +1,8 @@
 """Where there is no GPU, Triton's interpreter runs the kernels: the variable must be set before triton is imported."""
+import hashlib
 import os
 import signal
+from collections import defaultdict
 
 import pytest
 import torch
@@ -40,12 +42,64 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+LONG = ("slow", "faults", "release")
+LONG_SECONDS = 1200 # a long test that takes more is stuck, also on a machine three times as slow
+# Files whose tests take long run first, so that no worker ends with one while the other has nothing to do.
+FIRST = ("test_site", "test_layouts", "test_cluster", "test_vision_training", "test_triton_compile", "test_gluon_cpu")
+# Long tests that no sample contains, and why.
+NOT_SAMPLED = {
+    "test_all_kernels_compile": "up to an hour",
+    "test_fast_kernels_compile_with_every_release_of_triton": "downloads up to 300 MB per release",
+    "test_all_command_lines": "test_some_command_lines has the first of its seeds",
+    "test_all_calls": "test_some_calls has the first of its seeds",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sample", metavar="SEED", help="run one case of every test, chosen by this seed")
+
+
+def one_case_per_test(cases, seed):
+    "Return the case that a seed chooses of every test. cases: test -> names of its cases, in any order."
+    draw = lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return {min(names, key=draw) for names in cases.values()}
+
+
+def sampled(items, seed):
+    "Return the items of a sample; UsageError if NOT_SAMPLED names a test that does not exist."
+    unknown = NOT_SAMPLED.keys() - {item.originalname for item in items}
+    if unknown:
+        raise pytest.UsageError(f"NOT_SAMPLED in tests/conftest.py names {', '.join(sorted(unknown))}, not a test of this run")
+    cases = defaultdict(list)
+    for item in items:
+        if item.originalname not in NOT_SAMPLED:
+            cases[item.path, item.originalname].append(item.nodeid)
+    chosen = one_case_per_test(cases, seed)
+    return [item for item in items if item.nodeid in chosen]
+
+
+@pytest.hookimpl(trylast=True) # after -m and -k
 def pytest_collection_modifyitems(config, items):
     "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
-    asked = config.getoption("-m")
+    asked, seed = config.getoption("-m"), config.getoption("--sample")
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        for mark in ("slow", "faults", "release"):
+        for mark in LONG:
             if mark in item.keywords and mark not in asked:
                 item.add_marker(pytest.mark.skip(reason=f"{mark}: run with -m {mark}"))
+        if any(mark in item.keywords for mark in LONG) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_SECONDS))
+    items.sort(key=lambda item: item.path.stem not in FIRST)
+    if seed is not None:
+        chosen = sampled(items, seed)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    "Name the long tests that no sample contains."
+    if config.getoption("--sample") is not None:
+        terminalreporter.section("not in any sample")
+        for name, reason in NOT_SAMPLED.items():
+            terminalreporter.write_line(f"{name}: {reason}")

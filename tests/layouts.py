@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import os
 import socket
+from unittest.mock import patch
 
 
 def free_port():
@@ -22,16 +23,40 @@ def serve(pipe, environment):
             function, arguments, options = pipe.recv()
         except EOFError:
             return
-        printed = io.StringIO()
+        pipe.send(called(function, arguments, options))
+
+
+def called(function, arguments, options):
+    "Return what a function gives, or its error as text, and what it prints to stderr."
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            result = function(*arguments, **options)
+    except (Exception, KeyboardInterrupt) as error:
+        result = f"{type(error).__name__}: {error}"
+    return result, printed.getvalue()
+
+
+class Alone:
+    "A pool of one process: this one, which finds no other."
+    def run(self, function, *arguments, **options):
+        import torch
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
-            with contextlib.redirect_stderr(printed):
-                pipe.send((function(*arguments, **options), printed.getvalue()))
-        except (Exception, KeyboardInterrupt) as error:
-            pipe.send((f"{type(error).__name__}: {error}", printed.getvalue()))
+            with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+                result, printed = called(function, arguments, options)
+        finally:
+            torch.set_num_threads(threads)
+        self.printed = [printed]
+        return [result]
+
+    def close(self):
+        pass
 
 
 class Pool:
-    "Several processes; `count` 1 is one that finds no other. Only without `daemon` they may start processes themselves."
+    "Several processes. Only without `daemon` they may start processes themselves."
     def __init__(self, count, daemon=True):
         spawn, port = multiprocessing.get_context("spawn"), str(free_port())
         shared = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
@@ -52,7 +77,7 @@ class Pool:
         found = []
         for pipe in self.pipes:
             try:
-                assert pipe.poll(120), "a process of the pool hangs"
+                assert pipe.poll(240), "a process of the pool hangs"
                 found.append(pipe.recv())
             except (EOFError, ConnectionResetError):
                 found.append((None, ""))

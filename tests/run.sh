@@ -1,14 +1,19 @@
 # What `make test` runs: the notebooks, the tests, and the check that notebooks and package agree.
 # The check works on a copy, so that a failing run leaves the working tree as it was.
+# With arguments it runs those tests alone: sh tests/run.sh tests/test_op.py -k auto
 set -eu
 # Notebooks run side by side: threads that wait for each other by spinning would cost minutes.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+if [ $# -gt 0 ]; then
+  exec python -m pytest -q "$@"
+fi
 echo "== lint (ruff)"
 ruff check -q
 echo "== notebooks (nbdev_test)"
 nbdev_test --n_workers 2
 echo "== tests (pytest)"
-python -m pytest -q -n 2 --dist worksteal
+# A file stays in one process: its tests share what they start, import and compile.
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 echo "== notebooks are clean and the package is what they export"
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from mambapy.mamba import MambaBlock, MambaConfig
 
 from fla_files import naive
+from sweep import slow_case
 from mixers import MATRICES, SCANS, every_matrix, every_mixer
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import LMConfig, SequenceLM, lm
@@ -393,7 +394,7 @@ def count_alike(config):
 
 
 @every_mixer
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["small", slow_case("owt-120m"), slow_case("owt-350m"), "slimpajama-1.3b"])
 def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, monkeypatch):
     "A model of the paper's sizes can be matched to Longhorn's parameters within 1 %, and to its width within 2 %."
     monkeypatch.setattr(lm, "count_parameters", count_alike)

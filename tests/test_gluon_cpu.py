@@ -11,6 +11,7 @@ from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backwa
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import inputs, off, oracle
+from sweep import slow_case
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
@@ -73,36 +74,48 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
     return off(scanned(form, *made, bounds, **plan), oracle(*made, form, bounds))
 
 
-CASES = [
-    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=37, D=40, N=64)),
-    ("exact", dict(B=1, T=20, D=40, N=128)),
-    ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])), ("exact", dict(B=1, T=20, D=72, N=16, few=False)),
-    ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
-    ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)), ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
-    ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)), ("exact", dict(B=2, T=3, D=1, N=1)),
-    ("exact", dict(B=1, T=45, D=67, N=5, bounds=[0, 1, 16, 45], few=False)),
-    ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)),
-    ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
-    ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32))]
 # lengths around the 8, 16 and 32 steps of the diagonal form's halves, chunks and segments
 LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
-CASES += [("diagonal", case) for case in (
-    dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS), dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS),
-    dict(B=1, T=40, D=32, N=16), dict(B=2, T=64, D=32, N=64, dtype=FP32), dict(B=1, T=96, D=32, N=64, segment=32), dict(B=1, T=40, D=8, N=128, dtype=FP32))]
-CASES += [(form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS)) for form in ("s6", "s6_time_varying", "decoupled") for N in (5, 40)]
+# every form, every width of the state, segments, packed sequences, widths that are no multiple of a block
+COVERING = [
+    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=37, D=40, N=64)),
+    ("exact", dict(B=1, T=20, D=40, N=128)), ("exact", dict(B=2, T=3, D=1, N=1)),
+    ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("exact", dict(B=1, T=45, D=67, N=5, bounds=[0, 1, 16, 45], few=False)),
+    ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)), ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
+    ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32)),
+    ("diagonal", dict(B=1, T=40, D=8, N=128, dtype=FP32)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
+    ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS)),
+    ("s6", dict(B=2, T=37, D=33, N=16)), ("s6", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
+    ("s6_given", dict(B=2, T=37, D=33, N=16)), ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
+    ("s6_time_varying", dict(B=2, T=37, D=33, N=16)),
+    ("s6_time_varying", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("decoupled", dict(B=2, T=37, D=33, N=16)), ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
+REST = [
+    ("exact", dict(B=1, T=20, D=72, N=16, few=False)), ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)),
+    ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
+    ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
+    ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS)), ("diagonal", dict(B=1, T=40, D=32, N=16)),
+    ("diagonal", dict(B=2, T=64, D=32, N=64, dtype=FP32)), ("diagonal", dict(B=1, T=96, D=32, N=64, segment=32))]
+REST += [(form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS)) for form in ("s6", "s6_time_varying", "decoupled") for N in (5, 40)]
 # widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
-CASES += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
+REST += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
     dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
     dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
-CASES += [(form, case) for form in ("s6", "s6_given", "s6_time_varying", "decoupled") for case in (
+REST += [(form, case) for form in ("s6", "s6_given", "s6_time_varying", "decoupled") for case in (
     dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
     dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
-    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))]
+    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])) if (form, case) not in COVERING]
 
 
-@pytest.mark.parametrize("form, case", CASES, ids=[f"{form} {case}" for form, case in CASES])
+def named(form, case):
+    return f"{form} {case}"
+
+
+@pytest.mark.parametrize("form, case", [*(pytest.param(*both, id=named(*both)) for both in COVERING),
+                                        *(slow_case(*both, id=named(*both)) for both in REST)])
 def test_fast_kernels_are_right(form, case):
     found = errors(form, **case)
     rounded = {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()      # stored in bfloat16
@@ -142,7 +155,7 @@ def exact_gradients(D, lengths, few=False, channels=slice(None), changed=lambda 
     return [run(slice(*ends), slice(i, i + 1)) for i, ends in enumerate(zip(bounds, bounds[1:])) if ends[0] < ends[1]]
 
 
-@pytest.mark.parametrize("D", (40, 47))
+@pytest.mark.parametrize("D", (slow_case(40), 47))
 def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
     lengths = [0, 1, 15, 16, 17, 0, 48, 33]
     packed, alone, some = exact_gradients(D, lengths, packed=True), exact_gradients(D, lengths), torch.tensor(lengths) > 0
@@ -163,7 +176,7 @@ def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     assert torch.equal(whole["initial_state"][:, :32], part["initial_state"])
 
 
-@pytest.mark.parametrize("D", (40, 47))
+@pytest.mark.parametrize("D", (slow_case(40), 47))
 @pytest.mark.parametrize("name, value", (("x", float("nan")), ("dout", float("inf")), ("initial_state", float("nan"))))
 def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, name, value):
     "As in a width of whole blocks whose further channels are zeros."
@@ -243,7 +256,7 @@ def test_afterwards_kernels_are_compiled_again():
     assert _copy_kernel.run.__func__ is run.__func__
 
 
-@pytest.mark.parametrize("N", (16, 64))
+@pytest.mark.parametrize("N", (16, slow_case(64)))
 @pytest.mark.parametrize("form", ("exact", "diagonal", "decoupled"))
 def test_later_steps_change_no_output(form, N):
     "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."

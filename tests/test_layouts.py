@@ -1,5 +1,5 @@
 """Copies and slices of a model on several processes train alike, resume each other's checkpoints, and end together."""
-import dataclasses, math, os, shutil, socket
+import dataclasses, math, os, shutil, socket, sys
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -8,30 +8,44 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from layouts import Pool
+from layouts import Alone, Pool
+from sweep import slow_case
 from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
-from longhorn_kit.lab import checkpoint, images as lab_images, training, vision as lab_vision, vision_training
+from longhorn_kit.lab import checkpoint, training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
-from longhorn_kit.lab.images import digit_images
 from longhorn_kit.lab.language_training import gather_full_model
-from longhorn_kit.lab.processes import make_accelerator, only_run_in, see_folder
+from longhorn_kit.lab.processes import leave, make_accelerator, only_run_in, see_folder
 from longhorn_kit.lab.recipe import evaluate
 from longhorn_kit.lab.training import train
-from longhorn_kit.lab.vision import ImageSet
 from longhorn_kit.records import read_json, read_jsonl
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
 LAYOUTS = {"one": (1, "none"), "two copies": (2, "ddp"), "two slices": (2, "fsdp"), "four slices": (4, "fsdp")}
 
 
+class Pools:
+    "Pools by their number of processes, each started when it is first asked for."
+    def __init__(self):
+        self.started = {}
+
+    def __call__(self, count):
+        if count not in self.started:
+            self.started[count] = Alone() if count == 1 else Pool(count)
+        return self.started[count]
+
+    def drop(self, count):
+        "End the processes of a pool: the next call starts others."
+        self.started.pop(count).close()
+
+
 @pytest.fixture(scope="module")
 def pools():
-    found = {}
-    yield lambda count: found.setdefault(count, found.get(count) or Pool(count))
-    for pool in found.values():
-        pool.close()
+    pools = Pools()
+    yield pools
+    for count in list(pools.started):
+        pools.drop(count)
 
 
 def no_error(found):
@@ -74,9 +88,10 @@ def sampled(kind, rows, gradient_accumulation_steps=1):
 
 def images(folder, sharding, stop=None):
     "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
+    from longhorn_kit.lab import images as lab_images, vision as lab_vision, vision_training # seconds, which the other tests' processes save
     accelerator, options = make_accelerator(cpu=True), dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
     config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
-    digits = lambda part: digit_images(ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
+    digits = lambda part: lab_images.digit_images(lab_vision.ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
         model, batches, val, about = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, val, accelerator)
@@ -84,9 +99,10 @@ def images(folder, sharding, stop=None):
 
 
 KINDS = {"language": language, "images": images}
-QUICK = {("two slices", "two copies"), ("two copies", "two copies")} # changes tested with images; the others are slow
-CHANGES = [pytest.param(kind, *change, marks=[] if kind == "language" or change in QUICK else pytest.mark.slow)
-           for kind in KINDS for change in product(LAYOUTS, LAYOUTS)]
+# Every layout of up to two processes is left once and resumed once; the slices once by themselves, to the bit.
+QUICK = [("language", "one", "two slices"), ("language", "two slices", "two copies"), ("language", "two copies", "one"),
+         ("language", "two slices", "two slices")]
+CHANGES = [change if change in QUICK else slow_case(*change) for change in product(KINDS, LAYOUTS, LAYOUTS)]
 
 
 @pytest.fixture(scope="module")
@@ -233,33 +249,7 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
     assert all(f"process 1 on {host}: " in messages[name][0] for name in ("short", "folder"))
 
 
-# ---- lost processes and full disks
-
-
-def lost(folder, where):
-    "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
-    gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
-    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume_run
-    if where == "step":
-        Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
-    elif where == "checkpoint":
-        checkpoint.Writer.write_data = lambda self, *parts: ("step-00000020" in str(self.path) and gone(), write(self, *parts))[1]
-    else:
-        training.resume_run = lambda run: (gone(), resume(run))[1]
-    plain(folder)
-
-
-@pytest.mark.parametrize("where, step", [("step", 13), ("checkpoint", 20), ("start", 0)])
-def test_a_lost_process_is_one_sentence_and_the_run_resumes(tmp_path, where, step):
-    pool = Pool(2)
-    try:
-        message, gone = pool.run(lost, tmp_path, where)
-    finally:
-        pool.close()
-    assert gone is None and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in message
-    assert f"seen at step {step} " in message and "start the same command again; it resumes from" in message
-    assert ("step-00000010" if step else "the beginning") in message
-    assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
+# ---- full disks, damage and lost processes
 
 
 def full_disk(folder, rank, in_background):
@@ -292,3 +282,43 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
         warned = pools(2).printed
         assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0] and not warned[1]
         assert Path(newest).exists() and read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
+
+
+def lost(folder, where):
+    "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
+    gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
+    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume_run
+    if where == "step":
+        Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
+    elif where == "checkpoint":
+        checkpoint.Writer.write_data = lambda self, *parts: ("step-00000020" in str(self.path) and gone(), write(self, *parts))[1]
+    else:
+        training.resume_run = lambda run: (gone(), resume(run))[1]
+    plain(folder)
+
+
+@pytest.mark.parametrize("where, step", [("step", 13), slow_case("checkpoint", 20), slow_case("start", 0)])
+def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, where, step):
+    try:
+        message, gone = pools(2).run(lost, tmp_path, where)
+    finally:
+        pools.drop(2)
+    assert gone is None and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in message
+    assert f"seen at step {step} " in message and "start the same command again; it resumes from" in message
+    assert ("step-00000010" if step else "the beginning") in message
+    assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
+def test_no_thread_of_a_connection_outlives_it():
+    "A connection of one process; test_cluster.py has two processes that end."
+    threads = lambda: {path.parent.name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()}
+    before = threads()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    cycle = [torch.distributed.group.WORLD] # as a trained model holds it
+    cycle.append(cycle)
+    del cycle
+    torch.distributed.all_reduce(torch.ones(9))
+    assert threads() > before
+    leave()
+    assert threads() == before

@@ -7,7 +7,7 @@ from longhorn_kit.lab.claims import find_claim
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.records import read_record
-FAST = dict(gpu=False, preset="laptop", tokens=1024, contexts=(1024,))
+FAST = dict(gpu=False, preset="laptop", tokens=128, contexts=(128,))
 
 
 def test_kernels_are_told_apart_by_their_names():

@@ -12,6 +12,9 @@ import types
 import pytest
 import torch
 
+from sweep import slow_case
+from warm import WarmPython
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel"}
@@ -44,18 +47,25 @@ ODD = {   # an odd width: elements go through registers
 AMD = {"_sum_kernel": (48, 0, 1), "_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
 
 
-def without_interpreter(*command):
-    "Return what a command prints with the kernels compiled, also where the tests interpret them: (output, errors)."
-    env = os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, done.stderr
+@pytest.fixture(scope="module")
+def without_interpreter():
+    "Return a function that runs Python with the kernels compiled, also where the tests interpret them: (output, errors)."
+    python = WarmPython(os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"), ROOT)
+    def run(*command):
+        code, output, errors = python.run(*command)
+        assert code == 0, errors[-2000:]
+        return output, errors
+    yield run
+    python.close()
 
 
-def compiled(what, targets, only=""):
-    "Return what kernels/aot.py reports, one dictionary per kernel and target."
-    found, _ = without_interpreter("kernels/aot.py", "--json", "--what", what, "--only", only, "--target", *targets)
-    return [json.loads(line) for line in found.splitlines()]
+@pytest.fixture(scope="module")
+def compiled(without_interpreter):
+    "Return a function that gives what kernels/aot.py reports, one dictionary per kernel and target."
+    def report(what, targets, only=""):
+        output, _ = without_interpreter("kernels/aot.py", "--json", "--what", what, "--only", only, "--target", *targets)
+        return [json.loads(line) for line in output.splitlines()]
+    return report
 
 
 def assert_bounded(rows):
@@ -71,13 +81,18 @@ def assert_bounded(rows):
         assert row["loose"] == 0 or row["kernel"] in PORTABLE - {"_sum_kernel", "_rows_kernel"}, row
 
 
-def test_fast_kernels_compile_and_keep_what_is_no_number():
+ALL_FORMS = "diagonal|exact|decoupled|s6|s6_time_varying"
+
+
+@pytest.mark.parametrize("targets, forms", [(["sm_90"], "exact"), slow_case(NVIDIA, ALL_FORMS)])
+def test_fast_kernels_compile_and_keep_what_is_no_number(compiled, targets, forms):
     "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor; softplus adds two terms, and one keeps it."
-    rows = compiled("fast", NVIDIA, only="^fast (diagonal|exact|decoupled|s6|s6_time_varying)$")
+    rows = compiled("fast", targets, only=f"^fast ({forms})$")
     assert_bounded(rows)
-    for target in NVIDIA:
-        assert {r["kernel"] for r in rows if r["target"] == target} >= FAST
-        for form in ("s6", "s6_time_varying", "decoupled"):
+    for target in targets:
+        expected = FAST if forms == ALL_FORMS else {"_exact_fwd_kernel", "_exact_bwd_kernel"}
+        assert {r["kernel"] for r in rows if r["target"] == target} >= expected
+        for form in {"s6", "s6_time_varying", "decoupled"} & set(forms.split("|")):
             assert sum(r["kernel"] in FAST for r in rows if r["target"] == target and r["case"] == f"fast {form}") == 3
     for row in rows:
         keep, drop = row["nan"]
@@ -88,7 +103,8 @@ def test_fast_kernels_compile_and_keep_what_is_no_number():
             assert keep == drop > 0 if gate else drop == 0 and (keep > 0) == (row["kernel"] == "_diagonal_bwd_kernel"), row
 
 
-def test_portable_kernels_compile_and_keep_what_is_no_number():
+@pytest.mark.slow
+def test_portable_kernels_compile_and_keep_what_is_no_number(compiled):
     targets = [*NVIDIA, "gfx942"]
     rows = compiled("portable", targets, only="^decoupled N=16$")
     assert_bounded(rows)
@@ -100,26 +116,28 @@ def test_portable_kernels_compile_and_keep_what_is_no_number():
             assert drop == 0 and (keep > 0) == (row["kernel"] in ("_scan_fwd_kernel", "_adjoint_kernel", "_scan_bwd_kernel")), row
 
 
-def test_kernels_of_norms_and_losses_compile():
-    rows = compiled("pointwise", NVIDIA)
+@pytest.mark.parametrize("targets", [["sm_90"], slow_case(NVIDIA)])
+def test_kernels_of_norms_and_losses_compile(compiled, targets):
+    rows = compiled("pointwise", targets)
     assert {r["kernel"] for r in rows} == {"_cross_entropy_kernel", "_add_norm_kernel", "_add_norm_backward_kernel", "_rows_kernel"}
     assert all(r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80) for r in rows)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("what, target", [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))])
-def test_all_kernels_compile(what, target):
+def test_all_kernels_compile(compiled, what, target):
     assert_bounded(compiled(what, [target]))
 
 
 @pytest.mark.release
 @pytest.mark.timeout(7200)
-def test_fast_kernels_compile_with_every_release_of_triton(tmp_path):
+def test_fast_kernels_compile_with_every_release_of_triton(without_interpreter, tmp_path):
     without_interpreter("kernels/aot.py", "--triton", "all", "--out", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert len(found) > 4 and all(release["compiled"] > 200 for release in found)
 
 
+@pytest.mark.slow
 def test_a_release_of_triton_is_tried_separately(tmp_path):
     "The installed one, as it is and with a part missing, from folders that stand for downloads."
     here = pathlib.Path(importlib.util.find_spec("triton").origin).parent
@@ -143,7 +161,7 @@ sys.meta_path.insert(0, Moved())
 
 
 @pytest.mark.slow
-def test_no_offset_of_any_kernel_passes_32_bits():
+def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
     "At sizes with far more than 2^31 elements, and as many blocks times rows, from each kernel's own plan and code."
     rows = [json.loads(line) for line in without_interpreter("tests/int_ranges.py")[0].splitlines()]
     assert {row["kernel"] for row in rows} >= FAST | PORTABLE | {"_diagonal_carry_kernel", "_conv_fwd_kernel", "_conv_bwd_kernel", "_step_kernel",
@@ -157,7 +175,7 @@ def test_no_offset_of_any_kernel_passes_32_bits():
         assert {(kernel, name) for name in names.split()} <= reached, kernel
 
 
-def test_another_function_of_a_rule_is_another_kernel(tmp_path):
+def test_another_function_of_a_rule_is_another_kernel(without_interpreter, tmp_path):
     "Triton's cache on disk must not give the kernel that was compiled from an earlier text of a function."
     out, _ = without_interpreter("-c", f"""
 import importlib.util, pathlib, sys
@@ -181,7 +199,7 @@ print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rule
 
 @pytest.mark.parametrize("moved, works", (("triton.experimental.gluon.language.nvidia", "False False False"),
                                           ("longhorn_kit.scan.triton_exact", "True False True")))
-def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(moved, works):
+def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(without_interpreter, moved, works):
     "For those forms alone that need what has moved."
     out, log = without_interpreter("-c", f"""
 import sys
@@ -200,7 +218,7 @@ for device in range(2):
     assert log.count("UserWarning") == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
 
 
-def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces():
+def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces(without_interpreter):
     out, log = without_interpreter("-c", """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -240,7 +258,7 @@ def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeyp
     assert len(found) == len(right) > 7 and (f"'{form}' are wrong" in why if broken else why is None)
 
 
-def test_what_the_fast_kernels_do_not_take_is_said_once():
+def test_what_the_fast_kernels_do_not_take_is_said_once(without_interpreter):
     out, log = without_interpreter("-c", """
 import torch
 from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
@@ -271,25 +289,29 @@ FORMS = "diagonal", "exact", *SELECTIVE
 """
 
 
-def test_no_launch_of_a_sequence_alone_or_of_packed_ones_lets_the_compiler_fuse():
-    said, _ = without_interpreter("-c", ALONE_AND_PACKED + """
-for case in itertools.product(FORMS, (torch.bfloat16, torch.float32), (72, 69), (True, False)):
+@pytest.mark.parametrize("dtypes, widths", [("torch.bfloat16,", "69,"), slow_case("torch.bfloat16, torch.float32", "72, 69")])
+def test_no_launch_of_a_sequence_alone_or_of_packed_ones_lets_the_compiler_fuse(without_interpreter, dtypes, widths):
+    said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
+for case in itertools.product(FORMS, ({dtypes}), ({widths}), (True, False)):
     for (name, _), launch in versions((1280, 867, 33, 1), *case):
         print(*case, name, launch[2]["enable_fp_fusion"])
 """)
     lines = said.splitlines()
-    assert len(lines) > 40 * 5 * 3 and all(line.endswith("False") for line in lines), said
+    assert len(lines) > 5 * 5 * 3 * (dtypes.count("torch") + 1) and all(line.endswith("False") for line in lines), said
 
 
-@pytest.mark.parametrize("case", [
-    "torch.float32, 72, True", pytest.param("torch.bfloat16, 69, False", marks=pytest.mark.slow)])
-def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(case):
+@pytest.mark.parametrize("case, forms, kernels, results", [
+    ("torch.float32, 72, True", ["exact"], "_exact_fwd_kernel", 1),
+    slow_case("torch.float32, 72, True", "FORMS", "", 37), slow_case("torch.bfloat16, 69, False", "FORMS", "", 37)])
+def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(without_interpreter, case, forms, kernels, results):
     """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the exact backward has its
-    loop's body once more, for the last chunk."""
+    loop's body once more, for the last chunk. kernels: part of their names."""
     said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
-for form in FORMS:
+for form in {forms}:
     found = {{}}
     for kernel, launch in versions((1280, 33), form, {case}):
+        if {kernels!r} not in kernel[0]:
+            continue
         built = build(launch, "sm_90")[0]
         again = roundings(built, loop=True) if launch[0].__name__ == "_exact_bwd_kernel" and launch[2]["RAGGED_T"] else 0
         found.setdefault(kernel, []).append((roundings(built), again))
@@ -299,7 +321,7 @@ for form in FORMS:
         print(form, kernel, len(rest) > 0 and rounded and all(count == (first + again if again else first) for count, again in rest))
 """)
     lines = said.splitlines()
-    assert len(lines) == 4 * 8 + 4 + 1 and all(line.endswith("True") for line in lines), said
+    assert len(lines) == results and all(line.endswith("True") for line in lines), said
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
@@ -310,7 +332,7 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
         assert all(p.segmented for p in plans)         # carries in both directions
 
 
-def test_the_kernels_of_a_backward_are_built_beside_the_first_forward():
+def test_the_kernels_of_a_backward_are_built_beside_the_first_forward(without_interpreter):
     "Those that the backward launches, with the same options, from tensors without values."
     out, _ = without_interpreter("-c", """
 import contextlib, sys

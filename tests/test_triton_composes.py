@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from layouts import Pool
 from scan_cases import (
     DEVICE, assert_close, assert_packed_as_alone, call, captured, error, gradients, inputs, kernels, leaves, one_sequence, poisoned)
+from sweep import slow_case
 from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
@@ -149,11 +150,12 @@ def one_by_one(a, form, dout, dfinal, bounds):
 
 
 @pytest.mark.parametrize("path, form", [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")]
-                         + [("portable", "diagonal"), ("portable", "s6_time_varying")] if GPU else [("portable", "exact"), ("portable", "s6_time_varying")],
+                         + [("portable", "diagonal"), ("portable", "s6_time_varying")] if GPU else [("portable", "exact"), slow_case("portable", "s6_time_varying")],
                          indirect=["path"])
-def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, monkeypatch):
+@pytest.mark.parametrize("bounds", [MOVED[::2], slow_case(MOVED[1::2])], ids=["first", "second"])
+def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bounds, monkeypatch):
     T, D, N = (600, 40, 16) if GPU else (12, 2, 2)
-    for given, moved in MOVED:
+    for given, moved in bounds:
         a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=len(given) - 1)
         want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
         with monkeypatch.context() as patch:
@@ -218,8 +220,7 @@ def layer_and_input(form="diagonal"):
     return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
 
 
-@pytest.mark.parametrize("learning", (False, True))
-@pytest.mark.parametrize("form", ("diagonal", "exact"))
+@pytest.mark.parametrize("form, learning", (("diagonal", False), ("exact", True), slow_case("diagonal", True), slow_case("exact", False)))
 def test_exports(form, learning, path):
     "With open batch and length; run with gradients or without, whatever it was exported with."
     layer, u = layer_and_input(form)
@@ -448,17 +449,17 @@ def shard_and_train(**where):
     return grads
 
 
-def test_sharded_parameters_train(path):
-    "FSDP2: two processes on a CPU, one on a GPU; gradients are the mean over the processes."
-    world = 1 if GPU else 2
+@pytest.mark.parametrize("processes", (1 if GPU else slow_case(2),))
+def test_sharded_parameters_train(path, processes):
+    "FSDP2; gradients are the mean over the processes."
     if GPU:
         grads = shard_and_train(store=dist.HashStore(), rank=0, world_size=1)
     else:
-        with contextlib.closing(Pool(2)) as pool:
+        with contextlib.closing(Pool(processes)) as pool:
             grads, _ = pool.run(shard_and_train)
     layer, u = layer_and_input()
-    for rank in range(world):
-        (layer(u[:, rank:]).square().sum() / world).backward()
+    for rank in range(processes):
+        (layer(u[:, rank:]).square().sum() / processes).backward()
     for name, p in layer.named_parameters():
         torch.testing.assert_close(grads[name], p.grad.cpu(), rtol=1e-4, atol=1e-5)
 
@@ -506,8 +507,8 @@ def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
         monkeypatch.setattr(triton_portable_backward, "SCRATCHES", most)
         gen = torch.Generator("cpu").manual_seed(0)
         new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
-        a = dict(q=new(2, 9, 40), k=new(2, 9, 40), x=new(2, 9, 70), dt=new(2, 9, 70))
+        a = dict(q=new(2, 4, 40), k=new(2, 4, 40), x=new(2, 4, 70), dt=new(2, 4, 70))
         out = selective_scan(**a, A=-torch.ones(70, 40, device=DEVICE), backend="triton")
         found.append(torch.autograd.grad(out.square().sum(), list(a.values())))
-    assert not triton_portable.portable_plan("s6", 2, 9, 70, 40, direction="backward").in_registers
+    assert not triton_portable.portable_plan("s6", 2, 4, 70, 40, direction="backward").in_registers
     assert all(map(torch.equal, *found))

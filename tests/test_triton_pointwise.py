@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
 from longhorn_kit.models.lm import Block
 from longhorn_kit.models.memory import chunked_cross_entropy
@@ -26,7 +27,7 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize("M, V, room", [(7, 50257, 50304), (3, 17, 32), (1, 1, 1), (5, 8191, 8191), (2, 9000, 9008)])
+@pytest.mark.parametrize("M, V, room", [slow_case(7, 50257, 50304), (3, 17, 32), (1, 1, 1), (5, 8191, 8191), (2, 9000, 9008)])
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_losses_and_gradients_of_logits(M, V, room, dtype):
     torch.manual_seed(M)
@@ -72,7 +73,7 @@ def test_the_padding_of_the_logits_is_finite(monkeypatch):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 100])
+@pytest.mark.parametrize("chunk", [slow_case(1), 8, slow_case(100)])
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("compiled, kernels", [(False, True), (True, True), (False, False), (True, False)])
 def test_the_loss_of_features(chunk, dtype, compiled, kernels, monkeypatch):
@@ -142,7 +143,7 @@ def kernels_of_scans(monkeypatch):
 
 
 @pytest.mark.usefixtures("kernels_of_scans")
-@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba"])
+@pytest.mark.parametrize("name", ["longhorn", slow_case("longhorn_exact"), slow_case("mamba")])
 def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
     "They come back in the backward, with the same bits."
     block, h, y = Block(LMConfig(d_model=32, mixer=name)).to(DEVICE), random(1, 9, 32).requires_grad_(), random(1, 9, 32)
@@ -179,7 +180,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monk
 
 
 @pytest.mark.usefixtures("kernels_of_scans")
-@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba"])
+@pytest.mark.parametrize("name", ["longhorn", slow_case("longhorn_exact"), "mamba"])
 def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
     from torch.autograd.graph import saved_tensors_hooks
