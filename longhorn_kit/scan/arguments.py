@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compat import NEEDS_TRITON
+
 # %% ../../nbs/machine/arguments.ipynb #arguments-n06
 def shown(value) -> str:
     "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
@@ -229,11 +231,11 @@ def transformed(*tensors) -> bool:
 
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     "Return why no Triton kernel can run these, the first called `name`; None if one can."
+    if not HAS_TRITON:
+        return f"it {NEEDS_TRITON}"
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return (f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 before triton is imported; "
                 "without a GPU longhorn_kit sets it, so import longhorn_kit before triton")
-    if not HAS_TRITON:
-        return "the package triton is not installed"
     for t in (first, *others):
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
