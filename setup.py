@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 RECORDS = ("nbs/lab/results/**/*.json", "nbs/lab/results/**/*.jsonl", "kernels/results/h200.json",
-           "kernels/results/machine_h200.json")
+           "kernels/results/h200_training_step.json", "kernels/results/machine_h200.json")
 
 
 class Build(build_py):
