@@ -4,6 +4,8 @@ BIN := .venv/bin
 LAB := .venv/.lab
 STAMP := .venv/.installed
 export TOKENIZERS_PARALLELISM := false
+# Python keeps the modules that it compiled: else every process would compile PyTorch's again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install reproduce claims test test-all test-slow faults fuzz browser processor sample versions test-gpu \

@@ -1,4 +1,5 @@
 """Timing of training steps: kinds of kernels, and the experiment without a GPU."""
+from functools import partial
 from unittest.mock import Mock
 import pytest, torch
 from test_language import RECORDS
@@ -7,7 +8,7 @@ from longhorn_kit.lab.claims import find_claim
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.records import read_record
-FAST = dict(gpu=False, preset="laptop", tokens=128, contexts=(128,))
+FAST = dict(gpu=False, preset="laptop", tokens=1024, contexts=(1024,))
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -23,7 +24,8 @@ def test_kernels_are_told_apart_by_their_names():
     assert {name: kind_of(name) for name in names} == names
 
 
-def test_a_run_has_the_rows_of_the_committed_record_and_can_be_judged(tmp_path):
+def test_a_run_has_the_rows_of_the_committed_record_and_can_be_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "time_step", partial(throughput.time_step, steps=1, warm=1))
     with torch.compiler.set_stance("force_eager"): # compiling takes minutes on a CPU
         record = run(EXPERIMENT, "gpu", tmp_path, workers=0, mixers=("longhorn", "longhorn_exact", "mamba"), **FAST)
     rows, recorded = record["results"]["rows"], read_record(RECORDS / "throughput.json")["rows"]

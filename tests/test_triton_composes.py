@@ -507,8 +507,8 @@ def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
         monkeypatch.setattr(triton_portable_backward, "SCRATCHES", most)
         gen = torch.Generator("cpu").manual_seed(0)
         new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
-        a = dict(q=new(2, 4, 40), k=new(2, 4, 40), x=new(2, 4, 70), dt=new(2, 4, 70))
+        a = dict(q=new(2, 2, 40), k=new(2, 2, 40), x=new(2, 2, 70), dt=new(2, 2, 70))
         out = selective_scan(**a, A=-torch.ones(70, 40, device=DEVICE), backend="triton")
         found.append(torch.autograd.grad(out.square().sum(), list(a.values())))
-    assert not triton_portable.portable_plan("s6", 2, 4, 70, 40, direction="backward").in_registers
+    assert not triton_portable.portable_plan("s6", 2, 2, 70, 40, direction="backward").in_registers
     assert all(map(torch.equal, *found))
