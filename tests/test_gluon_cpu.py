@@ -86,17 +86,17 @@ COVERING = [
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32)),
     ("diagonal", dict(B=1, T=40, D=8, N=128, dtype=FP32)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("diagonal", dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS)),
     ("s6", dict(B=2, T=37, D=33, N=16)), ("s6", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
-    ("s6_given", dict(B=2, T=37, D=33, N=16)), ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
-    ("s6_time_varying", dict(B=2, T=37, D=33, N=16)),
+    ("s6_given", dict(B=1, T=21, D=33, N=16)), ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
+    ("s6_time_varying", dict(B=1, T=21, D=33, N=16)),
     ("s6_time_varying", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("decoupled", dict(B=2, T=37, D=33, N=16)), ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
+    ("decoupled", dict(B=1, T=21, D=33, N=16)), ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
 REST = [
     ("exact", dict(B=1, T=20, D=72, N=16, few=False)), ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)),
     ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
     ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS)),
     ("diagonal", dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS)), ("diagonal", dict(B=1, T=40, D=32, N=16)),
     ("diagonal", dict(B=2, T=64, D=32, N=64, dtype=FP32)), ("diagonal", dict(B=1, T=96, D=32, N=64, segment=32))]
 REST += [(form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS)) for form in ("s6", "s6_time_varying", "decoupled") for N in (5, 40)]
@@ -107,7 +107,8 @@ REST += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
 REST += [(form, case) for form in ("s6", "s6_given", "s6_time_varying", "decoupled") for case in (
     dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
     dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
-    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])) if (form, case) not in COVERING]
+    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))
+    if (form, case) not in COVERING]
 
 
 def named(form, case):
