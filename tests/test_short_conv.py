@@ -196,8 +196,8 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_two_readers_are_added(backend, small):
     for options in (dict(), dict(state=False), dict(state=False, bias=False, dtype=torch.bfloat16)):
-        assert_readers_added(backend, 1, 11, 5, 4, **options)
-    assert_readers_added(backend, 1, 11, 5, 4, bounds=[0, 2, 2, 11])
+        assert_readers_added(backend, 1, 7, 3, 4, **options)
+    assert_readers_added(backend, 1, 7, 3, 4, bounds=[0, 2, 2, 7])
 
 
 def test_operations_are_well_formed(small):
