@@ -108,7 +108,7 @@ def test_a_picture_in_an_image_comes_back_unchanged_and_the_narrow_one_is_hidden
     assert inline(image(drawn)) == drawn and "<svg" not in shown and shown.count("<img") == 2
     assert '<div class="lk-narrow" hidden="hidden">' in shown and 'alt="what &quot;it&quot; shows &amp; more"' in shown
     row = judged("exact", "Mamba", LEADS).row
-    assert "<svg" not in forest([row]) + legend() and inline(forest([row]) + legend()).count("<svg") == 3
+    assert "<svg" not in forest([row]) + legend() and inline(forest([row]) + legend()).count("<svg") == 4
 
 
 def test_words_and_marks_of_the_pictures_have_enough_contrast_in_both_themes():

@@ -166,12 +166,18 @@ def forest(rows: list, title: str = "Results: one row per comparison") -> str:
     "Return the plot as HTML that fits wide pages and phones."
     return both(picture(rows, False, title), picture(rows, True, title))
 
-def legend() -> str:
-    "Return the marks and their words as HTML."
+def _legend(width: float) -> str:
+    "Return the marks and their words as one SVG element, in as many lines as the width needs."
     parts = []
-    x = 10
-    for word in ("holds", "does not hold", "undecided", "cannot be judged"):
-        parts += [mark(x, 12, word), text_at(x + 12, 16, word)]
+    x, y = 10, 12
+    for word in ("holds", "does not hold", "undecided", "cannot be judged", "as published"):
+        if x + 20 + 7 * len(word) > width:
+            x, y = 10, y + 22
+        parts.append(_ring(x, y) if word == "as published" else mark(x, y, word))
+        parts.append(text_at(x + 12, y + 4, word))
         x += 40 + 7 * len(word)
-    parts += [_ring(x, 12), text_at(x + 12, 16, "as published")]
-    return image(svg("Legend", x + 110, 24, *parts))
+    return svg("Legend", width, y + 12, *parts)
+
+def legend() -> str:
+    "Return the marks and their words as HTML that fits wide pages and phones."
+    return both(_legend(WIDE["width"]), _legend(NARROW["width"]))

@@ -342,15 +342,14 @@ def users() -> str:
     rows = []
     for form in ("diagonal", "exact"):
         ours = _eager(record["rows"], section="main", form=form, kernels=form)
-        call = f'`longhorn_scan(form="{form}")`'
-        rows.append(["Longhorn's official CUDA kernel", call, _range(official, ours)])
+        rows.append([f"Longhorn's official kernel: our {form} scan", _range(official, ours)])
     rows += [
-        ["Mamba's `selective_scan_fn`, views of (B,L,D) memory", "the same name",
+        ["Mamba's `selective_scan_fn`: ours, on views of (B,L,D) memory",
          _range(mamba, _eager(drop_in, layout="rows"))],
-        ["Mamba's `selective_scan_fn`, tensors as Mamba's block holds them", "the same name",
+        ["Mamba's `selective_scan_fn`: ours, on tensors as Mamba's block holds them",
          _range(mamba, _eager(drop_in, layout="time"))]]
     card = record["gpu"].removeprefix("NVIDIA ")
-    header = ("you use", "you call", f"forward + backward, one {card}")
+    header = ("in place of", f"forward + backward on one {card}")
     return tabulate(rows, header, "github", disable_numparse=True)
 
 # %% ../../nbs/machine/front.ipynb #front-029
