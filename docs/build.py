@@ -132,6 +132,15 @@ def copy_embedded(html: str, path: Path, files: set) -> None:
         files.add((path.parent / target).resolve())
 
 
+def with_elements(output: dict) -> dict:
+    "Return an output with the pictures of the kit as SVG elements: their text can be searched, their colours follow the page."
+    from longhorn_kit.lab.forest import inline
+    data = output.get("data", {})
+    if "text/html" not in data:
+        return output
+    return {**output, "data": {**data, "text/html": inline("".join(data["text/html"]))}}
+
+
 def plain(markdown: str) -> str:
     "Markdown as plain text, for the `alt` of a figure."
     return re.sub(r"\s+", " ", re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`$\\]", r"\1", markdown)).strip()
@@ -211,8 +220,11 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             continue
         entries = entries_of(cell, module)
         files = set() if files is None else files
-        for output in cell.get("outputs", []):
+        cell["outputs"] = [with_elements(output) for output in cell.get("outputs", [])]
+        for output in cell["outputs"]:
             copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
+        if cell["cell_type"] != "code":
+            del cell["outputs"]
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
             cell["metadata"].update({"phone": True} if "phone" in old.get("tags", ()) else {})
@@ -360,28 +372,40 @@ def write_colab(folder: Path) -> None:
 
 # --- README ---------------------------------------------------------------------------------------------------------
 
-def index_output(kind: str, which: int = -1) -> str:
-    "A committed output of nbs/index.ipynb of a type; the last image/png is the idea, the last text/markdown the speed."
-    outputs = [o for cell in read(NOTEBOOKS / "index.ipynb")["cells"] for o in cell.get("outputs", [])]
-    return "".join([o["data"][kind] for o in outputs if kind in o.get("data", {})][which])
+def index_cell(name: str) -> dict:
+    "A cell of nbs/index.ipynb by its id."
+    return next(cell for cell in read(NOTEBOOKS / "index.ipynb")["cells"] if cell["id"] == name)
 
 
-def idea_figure() -> bytes:
-    "The figure of the index notebook, as the README shows it."
-    return base64.b64decode(index_output("image/png"))
+def index_shows(name: str, kind: str) -> str:
+    "The committed output of a cell of nbs/index.ipynb."
+    return "".join(next(output["data"][kind] for output in index_cell(name)["outputs"] if kind in output.get("data", {})))
+
+
+FILM = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)"')
+READABLE = {"#7A7A7A": "#59636e", "#E69F00": "#8a5a00"} # colours of words with too little contrast on white
+
+
+def film() -> str:
+    "The film of page 03 on a white card, so that it can be read on pages of any colour."
+    cells = read(NOTEBOOKS / "theory" / "03_exact_vs_diagonal.ipynb")["cells"]
+    shown = ["".join(o["data"]["text/html"]) for cell in cells for o in cell.get("outputs", []) if "text/html" in o.get("data", {})]
+    svg = base64.b64decode(next(match for html in shown for match in FILM.findall(html))).decode()
+    for pale, dark in READABLE.items():
+        svg = svg.replace(f'fill="{pale}"', f'fill="{dark}"')
+    return svg.replace("<svg ", '<svg style="background:#fff" ', 1)
 
 
 def front_files() -> dict:
-    "Name of each picture in docs/static: its SVG, drawn from the ledger."
-    from longhorn_kit.lab.forest import picture
-    from longhorn_kit.lab.ledger import front
-    rows = front()
-    return {"findings.svg": picture(rows), "findings-narrow.svg": picture(rows, narrow=True)}
+    "Name of each picture in docs/static: its SVG, drawn from the ledger, and the film."
+    from longhorn_kit.lab.front import findings, picture
+    found = findings()
+    return {"findings.svg": picture(found), "findings-narrow.svg": picture(found, narrow=True), "film.svg": film()}
 
 
 FINDINGS = """<picture>
 <source media="(max-width: 600px)" srcset="docs/static/findings-narrow.svg">
-<img src="docs/static/findings.svg" alt="One row per claim: our difference with its interval, the published one, and the verdict">
+<img src="docs/static/findings.svg" alt="One row per comparison: who is ahead, by how much, with the interval">
 </picture>
 
 <details><summary>The same rows as a table</summary>
@@ -391,10 +415,17 @@ FINDINGS = """<picture>
 </details>"""
 
 
+def from_root(markdown: str) -> str:
+    "Markdown of nbs/index.ipynb with its links as seen from the root of the repository."
+    return LINK.sub(lambda match: f"[{match[1]}](nbs/{match[2]}{match[3] or ''})", markdown)
+
+
 def readme_blocks() -> dict:
     "Mark of each block of the README that is made: its text."
-    from longhorn_kit.lab.ledger import front, ledger_markdown
-    return {"findings": FINDINGS.format(table=ledger_markdown(front())), "speed": index_output("text/markdown")}
+    from longhorn_kit.lab.front import findings, findings_markdown, reproduced, speed, users
+    rows, found = from_root(index_cell("index-008")["source"]), from_root(index_cell("index-010")["source"])
+    return {"users": users(), "rows": rows.partition("\n\n")[2], "findings": FINDINGS.format(table=findings_markdown(findings())),
+            "found": found, "reproduce": reproduced(), "speed": speed()}
 
 
 def write_minutes() -> None:
@@ -422,7 +453,6 @@ def addressed() -> dict:
 def write_readme() -> None:
     "Update the map's minutes, the repository's address, and the README's pictures and tables."
     write_minutes()
-    (HERE / "static" / "idea.png").write_bytes(idea_figure())
     for name, text in addressed().items():
         (ROOT / name).write_text(text, encoding="utf-8")
     for name, svg in front_files().items():

@@ -41,11 +41,23 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def open(self, path, width, theme="light"):
-        "Show a file and wait for its formulas; nothing moves."
+    def visit(self, address, width, theme="light"):
+        "Go to an address, without waiting for the page."
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=address)
+
+    def wait(self, script, seconds=60):
+        "Return the value of a JavaScript expression as soon as it is true."
+        limit = time.monotonic() + seconds
+        while not (value := self.run(script)):
+            assert time.monotonic() < limit, f"not true within {seconds} seconds: {script}"
+            time.sleep(0.2)
+        return value
+
+    def open(self, path, width, theme="light"):
+        "Show a file and wait for its formulas; nothing moves."
+        self.visit(path.resolve().as_uri(), width, theme)
         limit = time.monotonic() + 60
         while self.run("[location.pathname, document.readyState]") != [path.resolve().as_uri()[7:], "complete"]:
             assert time.monotonic() < limit, f"{path} does not load"

@@ -171,7 +171,7 @@ def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_publi
     text = (tmp_path / made.stdout.split()[-1] / "METADATA").read_text()
     place = place.format(__version__)
     raw = place.replace("//github.com", "//raw.githubusercontent.com").replace("/blob", "")
-    assert f"]({place}CONTRIBUTING.md)" in text and f"]({raw}docs/static/idea.png)" in text
+    assert f"]({place}CONTRIBUTING.md)" in text and f"]({raw}docs/static/film.svg)" in text
     assert f'src="{raw}docs/static/findings.svg"' in text and f'srcset="{raw}docs/static/findings-narrow.svg"' in text
     if published:
         assert not re.search(r'(\]\(|src="|srcset=")(?!https?:)', text)

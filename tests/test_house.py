@@ -137,6 +137,22 @@ def test_no_three_exported_cells_stand_without_a_sentence_between(path):
         assert run <= 2, source[:200]
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_no_output_holds_an_svg_element_that_an_untrusted_notebook_loses(path):
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        for output in cell.get("outputs", []):
+            html = "".join(output.get("data", {}).get("text/html", ""))
+            assert "<svg" not in html and "<style" not in html, f"show it as an <img>, see `lab.forest.image`:\n{''.join(cell['source'])[:200]}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_folded_solution_begins_with_a_line_that_gives_nothing_away(path):
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if "solution" in cell["metadata"].get("tags", ()):
+            first = "".join(cell["source"]).partition("\n")[0]
+            assert first == "# solution", f"JupyterLab shows the first line of a folded cell: {first}"
+
+
 def prose(path):
     "Markdown without code and formulas, and the comments, docstrings and messages of four words or more, of a file."
     text = path.read_text(encoding="utf-8")

@@ -7,8 +7,9 @@ import pytest
 
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
-from longhorn_kit.lab.forest import WIDE, axis, forest, picture
-from longhorn_kit.lab.ledger import Row, cells, front, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.forest import WIDE, axis, forest, inline, picture
+from longhorn_kit.lab.front import front
+from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
 from longhorn_kit.lab.plan import models_of
 from longhorn_kit.lab.stats import Comparison, judge
 from longhorn_kit.records import read_record, records_root, write_record
@@ -178,7 +179,7 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     place, ticks = axis(times, "times as fast", (0, 100))
     assert place(1) == 50 and place(2) - place(1) == pytest.approx(place(1) - place(0.5)) and 1 in ticks
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
-    html = forest(rows) # has a row for every measured comparison
+    html = inline(forest(rows)) # has a row for every measured comparison
     assert html.count("<svg") == 2 and all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
 
 
