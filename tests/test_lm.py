@@ -15,6 +15,8 @@ from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
 from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
 from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 
+pytestmark = pytest.mark.numeric
+
 def make(seed=0, **options):
     torch.manual_seed(seed)
     return SequenceLM(LMConfig(**{**dict(vocab_size=40, d_model=16, n_layer=2), **options}))

@@ -14,6 +14,8 @@ from longhorn_kit.models import MIXERS, Longhorn, lm
 from longhorn_kit.models.memory import is_plain
 from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_options, register_mixer
 
+pytestmark = pytest.mark.numeric
+
 
 def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)
 
