@@ -1,6 +1,7 @@
 """Inputs, a float64 oracle, error measures and checks that tests of the kernels share."""
 import pytest
 import torch
+from rounding import error
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton_op import triton_scan
@@ -81,23 +82,6 @@ def kernels(a, dout, dfinal, form, bounds=None, **options):
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     out, final = call(r, form, cu, **options)
     return out.detach(), final.detach(), gradients((out, final), (dout.to(out.dtype), dfinal), r)
-
-
-def bound(dtype, terms):
-    """Largest relative difference between two orders of a sum of so many terms, whatever the processor.
-
-    Every addition and product rounds by at most half of eps, so a sum of n products is off by at most n/2 eps times
-    the sum of their sizes, and two orders differ by twice that (Higham 2002, section 4.2). The bounds of sums that
-    follow one another add up: pass the number of all their terms. Where terms cancel, the result is smaller than the
-    sum of their sizes, by the square root of n if their signs are random; the roundings then cancel as well."""
-    return terms * torch.finfo(dtype).eps
-
-
-def error(a, b):
-    "Relative error in the Euclidean norm; not a number never passes."
-    if not torch.isfinite(a).all():
-        return float("inf")
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
 
 
 def beyond(found, right, relative, absolute=1e-6):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import Pool
-from scan_cases import bound
+from rounding import bound
 from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
 from longhorn_kit.lab import checkpoint, images as lab_images, training, vision as lab_vision, vision_training

@@ -9,7 +9,7 @@ from longhorn_kit import causal_conv1d_fn, causal_conv1d_update, mamba_inner_fn,
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.scan import mamba
 from longhorn_kit.scan.mamba import patch_mamba
-from scan_cases import bound
+from rounding import bound
 
 pytestmark = pytest.mark.numeric
 
