@@ -28,6 +28,7 @@ def two_configurations_a_kernel():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "mixer: what every mixer must do; -k NAME runs the checks of one")
+    config.addinivalue_line("markers", "numeric: compares numbers that processors round differently; also run with ATEN_CPU_CAPABILITY=default")
 
 
 @pytest.hookimpl(wrapper=True)

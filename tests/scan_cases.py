@@ -1,6 +1,7 @@
 """Inputs, a float64 oracle, error measures and checks that tests of the kernels share."""
 import pytest
 import torch
+from rounding import error
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton_op import triton_scan
@@ -81,13 +82,6 @@ def kernels(a, dout, dfinal, form, bounds=None, **options):
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     out, final = call(r, form, cu, **options)
     return out.detach(), final.detach(), gradients((out, final), (dout.to(out.dtype), dfinal), r)
-
-
-def error(a, b):
-    "Relative error in the Euclidean norm; not a number never passes."
-    if not torch.isfinite(a).all():
-        return float("inf")
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
 
 
 def beyond(found, right, relative, absolute=1e-6):

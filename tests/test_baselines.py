@@ -22,6 +22,8 @@ from longhorn_kit.models.matrix_mixers import (
     GLA, HGRN2, RWKV5, RWKV6, DeltaNet, GatedDeltaNet, Mamba2, RetNet, head_sizes, scan_backend)
 from longhorn_kit.models.mixer import Mixer, build_mixer
 
+pytestmark = pytest.mark.numeric
+
 
 def pair(d_model=24, d_state=5, d_conv=3, expand=2, seed=0):
     "Our layer and mamba.py's, with the same weights; nothing left at a value that could hide a missing term."

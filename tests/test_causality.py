@@ -14,6 +14,8 @@ from longhorn_kit.scan.op import FORMS, longhorn_scan
 from scan_cases import DEVICE
 from test_matrix import CASES, draw
 
+pytestmark = pytest.mark.numeric
+
 GPU = DEVICE == "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32
 INPUTS = ("q", "k", "x", "b", "z")

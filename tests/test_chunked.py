@@ -11,6 +11,8 @@ from scan_cases import call, gradients, inputs, leaves
 from longhorn_kit.scan import chunked
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
 
+pytestmark = pytest.mark.numeric
+
 FORMS = tuple(chunked.MACHINES)
 
 

@@ -7,6 +7,8 @@ from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
     decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step)
 
+pytestmark = pytest.mark.numeric
+
 STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 
 

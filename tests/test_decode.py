@@ -12,6 +12,8 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
 
+pytestmark = pytest.mark.numeric
+
 RULES = (*FORMS, "s6", "s6_time_varying")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 BACKENDS = ("reference", "triton")

@@ -13,6 +13,8 @@ from longhorn_kit.theory.exact_vs_diagonal import (
     LEARNERS, best_scale, correlated_keys, linear_attention_step, random_keys, recall_error, recall_matrix,
     run_stream, transition_eigenvalues, transition_matrix)
 
+pytestmark = pytest.mark.numeric
+
 IMPLICIT_STEPS = [exact_step, diagonal_step, decoupled_step]
 seeds = st.integers(0, 10_000)
 

@@ -21,6 +21,8 @@ from longhorn_kit.lab.run import run
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, write_record
 
+pytestmark = pytest.mark.numeric
+
 BYTES = get_tokenizer("bytes")
 TEXT = np.frombuffer(("The quick sleek fox jumps over the lazy dog; 12345 times. " * 60).encode(), np.uint8)
 TINY = dict(multiples=(1, 2, 4), windows=2, chunk=16, tokens_at_once=64, needles=("passkey",), finetuned=("fact",), needle_lengths=(96, 128),

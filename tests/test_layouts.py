@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import Alone, Pool
+from rounding import bound
 from sweep import slow_case
 from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
@@ -171,6 +172,7 @@ def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
     return evaluate(gather_full_model(model), VAL, 8) if hasattr(model, "config") else None
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("options", [
     dict(track="tensorboard"), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
     dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True, gradient_accumulation_steps=2),
@@ -188,14 +190,22 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
         assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
 
 
+@pytest.mark.numeric
 def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
-    found = {}
+    """Copies and slices multiply the same numbers in the same shapes, so their losses have the same bits.
+
+    A sum of two gradients has no order. A norm of all gradients has one, so nothing is clipped here; and all sizes
+    are multiples of 16, so that no processor treats the end of a slice apart. One process multiplies twice the rows:
+    its products may sum in another order, and a bfloat16 result then falls on the number next to it. Nine products
+    follow one another, and a loss moves by at most twice as much as logits, which are below 1/2 at the start. Later
+    losses have no bound that follows from arithmetic: every step of the training enlarges the difference."""
+    options, losses = dict(precision="bf16", clip=0), {}
     for kind in ("ddp", "fsdp"):
-        no_error(pools(2).run(plain, tmp_path / kind, language_model, options={"d_model": 32}, precision="bf16", sharding=kind))
-        found[kind] = [line["loss"] for line in read_jsonl(tmp_path / kind / "metrics.jsonl")]
-    one = [line["loss"] for line in alone(language_model(d_model=32), precision="bf16")]
-    assert np.allclose(found["ddp"][:9], found["fsdp"][:9], rtol=1e-5) and np.allclose(found["ddp"], found["fsdp"], rtol=1e-3)
-    assert math.isclose(found["fsdp"][0], one[0], rel_tol=1e-6) and np.allclose(found["fsdp"], one, rtol=1e-3)
+        no_error(pools(2).run(plain, tmp_path / kind, language_model, options={"d_model": 32}, sharding=kind, **options))
+        losses[kind] = [line["loss"] for line in read_jsonl(tmp_path / kind / "metrics.jsonl")]
+    one = [line["loss"] for line in alone(language_model(d_model=32), **options)]
+    assert len(one) == 20 and losses["ddp"] == losses["fsdp"]
+    assert abs(losses["fsdp"][0] - one[0]) < bound(torch.bfloat16, 9)
 
 
 # ---- refusals

@@ -13,6 +13,8 @@ from fla_files import naive, ops_folder
 from longhorn_kit.scan import fla, matrix
 from longhorn_kit.scan.matrix import chunked_matrix_scan, matrix_scan, matrix_step
 
+pytestmark = pytest.mark.numeric
+
 CASES = [case for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
          if not (case[1] and case[2])]  # decay, delta rule, bonus
 

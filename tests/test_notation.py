@@ -9,6 +9,8 @@ from hypothesis import given, settings, strategies as st
 from longhorn_kit.scan.reference import reference_scan
 from longhorn_kit.theory.notation import SYMBOLS, from_official, shape_of, swap_layout, symbol_table, to_official
 
+pytestmark = pytest.mark.numeric
+
 NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
 

@@ -6,6 +6,8 @@ from longhorn_kit.theory.objective import (
     EXPLICIT, IMPLICIT, Objective, gradient_of, implicit_gradient, minimise_descent, minimise_quadratic, proximity,
     recall_loss, tangent_loss, trajectory)
 
+pytestmark = pytest.mark.numeric
+
 
 def problem(*lead, D=3, N=4, scale=1.0, seed=0):
     g = torch.Generator().manual_seed(seed)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from longhorn_kit.scan.arguments import read_bounds
 from longhorn_kit.scan.op import BACKENDS, FORMS, longhorn_scan, longhorn_step, selective_scan, selective_step
 
+pytestmark = pytest.mark.numeric
+
 RUNS = (*FORMS, "s6", "timed s6")
 B, T, D, N = 2, 9, 5, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

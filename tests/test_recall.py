@@ -13,6 +13,8 @@ from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.stats import WORDS
 from longhorn_kit.records import read_record
 
+pytestmark = pytest.mark.numeric
+
 TINY = dict(pairs=4, key_size=4, values=6, d_state=4, width=6, batch_size=4, steps=6, warmup=1, lrs=(0.05, 1e30), seeds=(0, 1),
             search_seeds=(100,), test_streams=8, test_pairs=(2, 4), points=3)
 CONFIG = RecallConfig(**TINY)

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
+pytestmark = pytest.mark.numeric
+
 B, T, D, N = 2, 11, 3, 4
 
 

@@ -11,6 +11,8 @@ from longhorn_kit.scan import triton_conv
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
 
+pytestmark = pytest.mark.numeric
+
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 BACKENDS = ("torch", "triton")
 

@@ -298,6 +298,7 @@ class SquaredWeights(Tiny):
         return logits, loss + self.hidden.weight.square().sum()
 
 
+@pytest.mark.numeric
 def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
     config = dataclasses.replace(CONFIG, steps=1, warmup=0, lr=1e30)
     with pytest.raises(TrainingDiverged, match="val_loss is inf at step 1"):
@@ -460,6 +461,7 @@ def test_runs_of_earlier_versions(tmp_path):
         train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
 
 
+@pytest.mark.numeric
 def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     config = dataclasses.replace(CONFIG, steps=5, warmup=2, clip=0.05, weight_decay=0.3)
     model, ours = Tiny(dropout=0.0), Tiny(dropout=0.0)
@@ -510,6 +512,7 @@ class Sparse(Sampler):
         return inputs, targets.masked_fill(row % 8 > 0, -100)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("sampler, steps, chunk", [(Sampler, 12, 0), (Masked, 12, 0), (Masked, 12, 5), (Sparse, 6, 0), (Sparse, 6, 5)])
 def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
     "A micro-batch without targets adds nothing."
@@ -522,6 +525,7 @@ def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
         assert torch.allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.numeric
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
     found = losses(model, np.tile(TOKENS[:32], 50), precision="bf16", steps=200)
@@ -546,6 +550,7 @@ def test_records_hold_no_machine_path(tmp_path, monkeypatch):
 # ---- on large machines
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
@@ -582,11 +587,13 @@ def same_curves(together, alone, close=1e-4):
     assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=close / 10)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}])
 def test_slices_change_nothing_in_training(options):
     same_curves(alone(language_model(**options), steps=12, loss_chunk=10), alone(language_model(**options), steps=12))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_state_is_reset_at_documents(chunk):
     "The loss equals that of every document read alone; tokens before a document do not change it."
@@ -601,6 +608,7 @@ def test_the_state_is_reset_at_documents(chunk):
     assert resets != losses(language_model(mixer="longhorn"), steps=8) and all(map(math.isfinite, resets))
 
 
+@pytest.mark.numeric
 def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):
     import functools
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

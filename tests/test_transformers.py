@@ -10,6 +10,8 @@ from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+pytestmark = pytest.mark.numeric
+
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
 
 

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("parameterized")
 models = pytest.importorskip("longhorn_kit.models.transformers")
 
+pytestmark = pytest.mark.numeric
+
 SKIPPED = {"test_generation_tester_mixin_inheritance": "the generation tests are not in the source distribution"}
 
 

@@ -25,6 +25,8 @@ from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
+pytestmark = pytest.mark.numeric
+
 GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
 SIZES = (2, 128, 64, 16) if GPU else (1, 3, 2, 2)              # B, T, D, N

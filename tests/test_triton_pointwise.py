@@ -13,6 +13,9 @@ from longhorn_kit.models.lm import Block
 from longhorn_kit.models.memory import chunked_cross_entropy
 
 tp = pytest.importorskip("longhorn_kit.scan.triton_pointwise", reason="Triton is not installed")
+
+pytestmark = pytest.mark.numeric
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = DEVICE == "cuda"
 CLOSE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 3e-3 if GPU else 6e-3}  # the interpreter truncates bfloat16

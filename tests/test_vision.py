@@ -10,6 +10,8 @@ from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
 from longhorn_kit.scan.op import selective_scan
 from longhorn_kit.scan.reference import reference_scan
 
+pytestmark = pytest.mark.numeric
+
 NANO = [f"{scan}_vim_nano_patch2_8" for scan in SCANS]
 ALL = [f"{scan}_vim_{size}" for scan in SCANS for size in vision_timm.SIZES]
 

@@ -10,6 +10,8 @@ from longhorn_kit.theory.zoo import (
     FAMILIES, GATED, ZOO, draw_gates, gated_deltanet_step, gated_step,
     gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, verify, zoo_markdown)
 
+pytestmark = pytest.mark.numeric
+
 D, N = 5, 7
 eye = torch.eye(N, dtype=torch.float64)
 
