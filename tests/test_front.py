@@ -16,7 +16,7 @@ from colours import contrast
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import both, forest, image, inline, legend, svg
 from longhorn_kit.lab.front import (
-    FRONT, TIMES, Finding, Shown, count, favours, findings, findings_html, findings_markdown, kind, leader, picture,
+    FRONT, Finding, Shown, count, favours, findings, findings_html, findings_markdown, kind, leader, picture,
     reproduced, statement)
 from longhorn_kit.lab.ledger import Row, ledger
 from longhorn_kit.lab.stats import Comparison, judge, judge_ratios
