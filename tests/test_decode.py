@@ -4,6 +4,7 @@ import json, os, pathlib, subprocess, sys
 import pytest
 import torch
 
+from rounding import bound
 from scan_cases import DEVICE, captured, error
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import triton_conv, triton_step as step_module
@@ -84,12 +85,16 @@ def a_pool(*size, dtype, apart):
 
 
 def assert_pool_steps(backend, rule, D=5, N=3, dtype=torch.float32, state=torch.float32, slots=(4, -1, 0, 7, 6), apart=True, graph=False):
-    "Steps of both kinds by slot are steps of the rows alone, bit for bit; nothing else is read or written."
+    """Steps of both kinds by slot are steps of the rows alone; nothing else is read or written.
+
+    The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as wide as the
+    processor's vectors and the last ones of a tensor one by one, and rounds sigmoid, silu and softplus in two ways."""
     slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
     now, (weight, c) = at(a, 0), torch.randn(2, D, 4, device=DEVICE)
     pool, past = a_pool(D, N, dtype=state, apart=apart), a_pool(D, 3, dtype=state, apart=apart)
     real, before = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7], (pool.clone(), past.clone())
+    others = [slot for slot in range(7) if slot not in slots.tolist()]
     for t in [now[n] for n in "qkxbz"]:
         t[[i for i in range(len(slots)) if i not in real]] = float("nan")
 
@@ -114,7 +119,12 @@ def assert_pool_steps(backend, rule, D=5, N=3, dtype=torch.float32, state=torch.
     for (got, same), given, kept, value, after in zip(found, (past, pool), before[::-1], (y, out), (windows, states)):
         want, changed = torch.zeros_like(got), kept.clone()
         want[real], changed[slots[real].long()] = value, after
-        assert same is given and torch.equal(got, want) and torch.equal(given, changed)
+        assert same is given and torch.equal(given[others], kept[others])
+        if backend == "triton":
+            assert torch.equal(got, want) and torch.equal(given, changed)
+        else: # sums of 4 taps and N products, up to 8 functions of one number, and the result in its dtype
+            assert error(got, want) < bound(torch.float32, 4 + N + 8) + bound(got.dtype, 1)
+            assert error(given, changed) < bound(torch.float32, 4 + N + 8) + bound(given.dtype, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

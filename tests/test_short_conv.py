@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rounding import bound
 from scan_cases import DEVICE, captured, error, gradients, leaves, poisoned, within
 from longhorn_kit.scan import triton_conv
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
@@ -192,7 +193,9 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
         got = torch.autograd.grad([t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True)
         total = sum(g.double() for g in (first, second) if g is not None)
         want = oracle(a, total, torch.zeros_like(dfinal) if third is None else dfinal, bounds=bounds)
-        assert all(error(g, want[n]) < TOLERANCE[dtype] for n, g in zip(names, got))
+        # PyTorch rounds taps, outputs, their activation, and three gradients on their way back, by half of eps each
+        limit = bound(dtype, 6 / 2) if backend == "torch" and dtype == torch.bfloat16 else TOLERANCE[dtype]
+        assert all(error(g, want[n]) < limit for n, g in zip(names, got))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -292,7 +292,7 @@ def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
 
 
 class SquaredWeights(Tiny):
-    "Its loss is infinite if a weight is beyond 1e20; whether a sum of large terms is depends on its order."
+    "Its loss is no number if a weight is beyond 1e20: infinite, or NaN where sums of products overflow both ways."
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
         return logits, loss + self.hidden.weight.square().sum()
