@@ -45,7 +45,9 @@ def agree(ours, theirs, tolerance):
             assert error <= tolerance, (name, error)
 
 
-SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 128, None), (2, 5, 130, 3, 2), (1, 130, 2, 2, 64)]
+# N D is below and above SMALL_PRODUCT, where the sum over the states changes from a product and a sum to `bmm`
+SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 128, None), (2, 5, 130, 3, 2), (1, 130, 2, 2, 64),
+         (2, 19, 40, 16, None), (2, 5, 140, 3, 2)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -53,6 +55,31 @@ SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 
 def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
     t = make(B, T, D, N, form=form)
     agree(everything(form, t, chunk=chunk), everything(form, t, reference=True), 1e-12)
+
+
+@pytest.mark.parametrize("N, D", [(8, 32), (3, 133), (4, 100), (16, 40), (1, 1), (5, 0)])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_sums_over_states_equal_a_sum_of_products(N, D, given_out):
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(3, 2, N, generator=generator, dtype=torch.float64)
+    M = torch.randn(3, 2, N, D, generator=generator, dtype=torch.float64)
+    out = torch.empty(5, 2, D, dtype=torch.float64)[1:4] if given_out else None
+    result = chunked.over_states(row, M, out)
+    assert out is None or result.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(result, torch.einsum("lbn,lbnd->lbd", row, M), rtol=0, atol=1e-13)
+
+
+@given(st.sampled_from(FORMS), st.integers(0, 64), st.integers(0, 2**16), st.integers(0, 4096), st.integers(1, 128))
+def test_chunks_are_short_unless_checkpoints_would_outnumber_the_buffers(form, B, T, D, N):
+    steps = chunked.chunk_length(form, B, T, D, N)
+    assert 1 <= steps <= 64 and steps <= max(1, T)
+    if form == "exact":
+        assert steps == max(1, min(32, T))
+    elif steps < T:
+        assert steps >= 8
+        assert steps == 8 or steps * B * D * N <= chunked.LARGEST_BUFFER
+        longest = 2 * steps > 64 or 2 * steps * B * D * N > chunked.LARGEST_BUFFER
+        assert 2 * steps >= T**0.5 or longest # T / steps checkpoints are at most 4 buffers
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

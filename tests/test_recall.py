@@ -36,6 +36,17 @@ def test_every_question_has_its_answer_in_the_stream(task, half, size, values, s
 
 
 @pytest.mark.parametrize("task", sorted(WRITES))
+def test_a_seeds_streams_do_not_depend_on_the_other_seeds(task):
+    several = [torch.Generator().manual_seed(seed) for seed in (7, 8, 9)]
+    alone = [torch.Generator().manual_seed(seed) for seed in (7, 8, 9)]
+    for _ in range(2): # the second draw continues every generator
+        together = draw_streams(task, 5, 6, 3, 4, *several)
+        parts = [draw_streams(task, 5, 6, 3, 4, generator) for generator in alone]
+        for whole, pieces in zip(together, zip(*parts)):
+            assert torch.equal(whole, torch.cat(pieces))
+
+
+@pytest.mark.parametrize("task", sorted(WRITES))
 def test_a_table_answers_everything_and_blind_answers_are_at_chance(task):
     keys, symbols, answers = draw_streams(task, 4000, 8, 4, 16, torch.Generator().manual_seed(3))
     assert (look_up(keys, symbols, 16) == answers).all()

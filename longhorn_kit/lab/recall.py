@@ -31,17 +31,21 @@ from ..scan.op import longhorn_scan
 WRITES = {"once": 1, "rewritten": 2} # task -> how often a key comes with a value
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-009
-def draw_streams(task: str, streams: int, pairs: int, key_size: int, values: int, generator: torch.Generator) -> tuple:
+def draw_streams(
+    task: str, streams: int, pairs: int, key_size: int, values: int, # B, P, K and V
+    *generators: torch.Generator, # each draws B streams; one seed's streams do not depend on the other seeds
+) -> tuple:
     """Draw B streams of P pairs by equation (1), with the answers to their Q = P / writes questions; T = P + Q.
 
-    Returns keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q)."""
+    Returns keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q); with R generators RB streams, seed by seed."""
     distinct = pairs // WRITES[task]
-    keys = F.normalize(torch.randn(streams, distinct, key_size, generator=generator), dim=-1)
-    shuffled = torch.rand(streams, pairs, generator=generator).argsort(1)
-    asked = torch.rand(streams, distinct, generator=generator).argsort(1) # (B,Q) which key
+    draw = lambda sample, *sizes: torch.cat([sample(streams, *sizes, generator=g) for g in generators])
+    keys = F.normalize(draw(torch.randn, distinct, key_size), dim=-1)
+    shuffled = draw(torch.rand, pairs).argsort(1)
+    asked = draw(torch.rand, distinct).argsort(1) # (B,Q) which key
     shown = torch.cat([shuffled % distinct, asked], 1)                    # (B,T) which key
     keys = math.sqrt(key_size) * keys.gather(1, shown[..., None].expand(-1, -1, key_size))
-    symbols = torch.randint(values, (streams, pairs), generator=generator)
+    symbols = torch.cat([torch.randint(values, (streams, pairs), generator=g) for g in generators])
     last = pairs - 1 - (shown[:, None, :pairs] == asked[..., None]).int().flip(-1).argmax(-1) # of each key asked for
     return keys, torch.cat([symbols, torch.full_like(asked, values)], 1), symbols.gather(1, last)
 
@@ -178,7 +182,7 @@ class RecallModel(nn.Module):
 
     def forward(self, keys: Tensor, symbols: Tensor, last: int | None = None) -> Tensor:
         "Return scores (R,B,T,V) of keys (R,B,T,K) and symbols (R,B,T), or only the `last` ones."
-        one_hot = F.one_hot(symbols.flatten(1), self.config.values + 1).float()
+        one_hot = torch.eye(self.config.values + 1, device=symbols.device)[symbols.flatten(1)]
         token = torch.cat([keys.flatten(1, 2), one_hot @ self.embedding], -1) # (R,BT,K+E)
         parts = [token @ self.query / math.sqrt(self.config.d_state), token @ self.key, token @ self.value]
         if hasattr(self, "rate_up"):
@@ -192,8 +196,8 @@ def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: in
     "Yield fresh keys (R,B,T,K), symbols (R,B,T) and answers (R,B,Q) without end, drawn seed by seed."
     generators = [torch.Generator().manual_seed(first + seed) for seed in config.seeds]
     while True:
-        drawn = [draw_streams(task, streams, pairs, config.key_size, config.values, g) for g in generators]
-        yield tuple(map(torch.stack, zip(*drawn)))
+        drawn = draw_streams(task, streams, pairs, config.key_size, config.values, *generators)
+        yield tuple(part.unflatten(0, (len(generators), streams)) for part in drawn)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-037
 def grade(model: RecallModel, keys: Tensor, symbols: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:

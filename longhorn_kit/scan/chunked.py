@@ -28,10 +28,14 @@ def outer(a: Tensor, c: Tensor, out: Tensor) -> Tensor: # (L,B,N), (L,B,D), (L,B
     return torch.mul(a[..., None], c[..., None, :], out=out)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n08
+SMALL_PRODUCT = 400 # products below which PyTorch's `bmm` runs a plain loop
+
 def over_states(row: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor: # (L,B,N), (L,B,N,D) -> (L,B,D)
     "Sum over n of `row_n M_nd`, optionally into a contiguous `out`."
     L, B, N, D = M.shape
     out = M.new_empty(L, B, D) if out is None else out
+    if N * D < SMALL_PRODUCT:
+        return torch.sum(row[..., None] * M, 2, out=out)
     torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D), out=out.view(L * B, 1, D))
     return out
 
@@ -224,12 +228,21 @@ MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": 
             "s6_given": elementwise(GivenS6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
+CACHED = 2**17 # numbers in a buffer that stays in the cache, half a megabyte of float32
+LARGEST_BUFFER = 3 * 2**18 # numbers in the buffer of a long sequence, 3 MiB of float32
+
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
-    "Return the steps per chunk: 32 for the exact form, else 8 to 64 for about 3 MB of float32."
+    "Return the steps per chunk: 32 for the exact form, else 8 to 64 by the caches and by the number of checkpoints."
     if exporting(): # the sizes may be symbols, and a comparison would fix them
         return 32 if form == "exact" else 16
-    steps = 32 if form == "exact" else min(64, max(8, 3 * 2**18 // max(1, B * D * N)))
-    return max(1, min(steps, T))
+    if form == "exact":
+        return max(1, min(32, T))
+    numbers = max(1, B * D * N)
+    steps = max(8, CACHED // numbers)
+    largest = min(64, LARGEST_BUFFER // numbers)
+    while 4 * steps**2 < T and 2 * steps <= largest: # comparisons only: T may be a symbol
+        steps *= 2
+    return max(1, min(64, steps, T))
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n39
 def _sequences(q, k, x, v, A, cu_seqlens):
