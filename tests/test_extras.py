@@ -261,15 +261,15 @@ def test_claims_run_in_spawned_processes_without_triton(tmp_path):
     "macOS and Windows have no Triton and no forkserver; Windows has no fcntl either."
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    longhorn = (sys.executable, "-m", "longhorn_kit.start", "reproduce")
+    longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
     shown = run(*longhorn, "--help", cwd=tmp_path, PYTHONPATH=path)
     assert shown.returncode == 0 and "--scale" in shown.stdout, shown.stderr
     tiny = "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 " \
            "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
     done = run(*longhorn, *tiny.split(), cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(next(tmp_path.glob("runs/recall/laptop*/results.json")).read_text())
-    assert record["missing"] == 0 and record["environment"]["triton"] is None
+    record = json.loads(next(tmp_path.glob("runs/recall/laptop*/record.json")).read_text())
+    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {"longhorn_exact", "attention"}
 
 
 # --- pages without Triton -------------------------------------------------------------------------------------------
