@@ -1,4 +1,6 @@
 """The wheel works with PyTorch, NumPy, safetensors and Triton alone, and names the extra of everything else."""
+import ast
+import json
 import os
 import re
 import shutil
@@ -8,10 +10,17 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 import pytest
+import torch
 from packaging.requirements import Requirement
-from longhorn_kit import __version__
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from longhorn_kit import LMConfig, SequenceLM, __version__, longhorn_scan, longhorn_step
+from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
 from longhorn_kit.extras import EXTRAS, need
+from longhorn_kit.models.mixer import build_mixer
+from longhorn_kit.scan.op import FORMS, pick_backend
 from longhorn_kit.start import NEEDS
+from mixers import every_matrix, every_mixer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -228,6 +237,189 @@ layer(torch.randn(1, 9, 8)).sum().backward()
 def test_the_package_imports_and_runs_without_what_only_posix_has(tmp_path):
     done = run(sys.executable, "-c", ELSEWHERE, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+
+
+# Python runs this file at every start, so that child processes lack the same things.
+WITHOUT = """
+import builtins, multiprocessing, sys
+sys.modules["triton"] = None
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+whole = builtins.__import__
+
+def for_the_kit(name, globals=None, *rest, **named):
+    importer = (globals or {}).get("__name__", "")
+    if importer.startswith("longhorn_kit") and name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return whole(name, globals, *rest, **named)
+
+builtins.__import__ = for_the_kit
+"""
+
+
+@pytest.mark.slow
+def test_claims_run_in_spawned_processes_without_triton(tmp_path):
+    "macOS and Windows have no Triton and no forkserver; Windows has no fcntl either."
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
+    shown = run(*longhorn, "--help", cwd=tmp_path, PYTHONPATH=path)
+    assert shown.returncode == 0 and "--scale" in shown.stdout, shown.stderr
+    tiny = "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 " \
+           "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
+    done = run(*longhorn, *tiny.split(), cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(next(tmp_path.glob("runs/recall/laptop*/record.json")).read_text())
+    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {"longhorn_exact", "attention"}
+
+
+# --- pages without Triton -------------------------------------------------------------------------------------------
+
+def kernel_pages():
+    "Return the pages whose cells import Triton or the kit's kernels: path -> sources of the code cells."
+    pages = {}
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        if any(re.search(r"^(import|from) (triton|longhorn_kit\.scan\.(triton|gluon))", source, re.M) for source in sources):
+            pages[path] = sources
+    return pages
+
+
+@pytest.mark.parametrize("path, sources", [pytest.param(*page, id=page[0].stem) for page in kernel_pages().items()])
+def test_a_page_of_kernels_says_first_that_it_needs_triton(path, sources):
+    first = [source for source in sources if not re.match(r"#\| *(default_exp|export)", source)][0]
+    assert re.search(r"\buse_triton\(", first) and not re.search(r"^(import|from) triton", first, re.M), first
+
+
+PAGES = """
+import contextlib, io, json, os, pathlib, sys
+import matplotlib, torch
+matplotlib.use("Agg")
+sys.modules["triton"] = None
+here, sys.platform = sys.platform, "darwin" # on which the kit does not ask for Triton's interpreter
+import longhorn_kit
+sys.platform = here
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for page in map(pathlib.Path, sys.argv[1:]):
+    shell.reset()
+    shell.ast_transformers.clear()
+    os.chdir(page.parent)
+    report = []
+    for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                result = shell.run_cell("".join(cell["source"]))
+            error = result.error_before_exec or result.error_in_exec
+            report.append((error and f"{type(error).__name__}: {error}", "" if error else printed.getvalue()))
+    print(json.dumps(report))
+"""
+RUN_ANYWAY = { # solutions of exercises, and other cells that need no kernel, by a name that they define or call
+    "12_triton_primer": ("floor_ms",), "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
+    "14_triton_exact": ("check_parts(part_errors)", "check_shared(solve_shared)", "check_dk(dk_step)"),
+    "21_triton_step": ("check_most_tokens(most_tokens)",), "triton_op": ()}
+NEED_KERNELS = { # checks and cells that do
+    "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
+    "13_triton_diagonal": ("check_decoupled(_decoupled_kernel)", "results = {C: checkpointed"),
+    "14_triton_exact": ("_chunk_kernel[(", "y, S, kept = exact_forward"),
+    "21_triton_step": ("longhorn_step(q[:, t]",), "triton_op": ("opcheck(",)}
+
+
+def test_pages_of_kernels_without_triton():
+    "Each prints one sentence at its top, and what needs Triton fails with it, never deep inside; the rest of a page runs."
+    pages = {path: sources for path, sources in kernel_pages().items() if path.stem in RUN_ANYWAY}
+    done = run(sys.executable, "-c", PAGES, *pages, cwd=ROOT, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert len(reports) == len(pages) == len(RUN_ANYWAY)
+    for (path, sources), report in zip(pages.items(), reports):
+        said = next(i for i, (error, printed) in enumerate(report) if printed.startswith(f"This page {NEEDS_TRITON}. Without"))
+        assert all(error is None for error, _ in report[:said + 1])
+        for error, _ in report:
+            assert error is None or error in (f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
+                                              f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}"), error
+        errors = lambda part: {error is not None for source, (error, _) in zip(sources, report) if part in source}
+        assert all(errors(part) == {False} for part in RUN_ANYWAY[path.stem]), path
+        assert all(errors(part) == {True} for part in NEED_KERNELS[path.stem]), path
+
+
+@pytest.mark.parametrize("cells, runs", [
+    (["import triton, math\nimport os", "os.sep", "math.pi"], [False, True, False]),
+    (["import triton", "def f(x): return triton.cdiv(x, 2)", "f(3)", "def f(x): return x", "f(3)"], [False, False, False, True, True]),
+    (["import triton", "y = 1\ntriton.cdiv(y, 2)", "y"], [False, False, False]),                       # not the y before the kernel
+    (["import triton.language as tl", "def f(tl): return tl", "f(3)"], [False, True, True]),              # an argument of that name
+    (["import triton", "n = triton.cdiv(3, 2)", "for n in (1, 2):\n    n + 1", "n"], [False, False, True, True]),
+    (["import triton", "n = triton.cdiv(3, 2)", "n += 1", "n"], [False, False, False, False]),
+    (["def f():\n    from longhorn_kit.scan.triton_op import triton_scan", "f()"], [False, False]),
+    (["with open(os.devnull) as f:\n    import triton", "f"], [False, False])])
+def test_which_cells_need_triton(cells, runs):
+    page, found = CellsWithoutTriton("no kernels here"), []
+    for cell in cells:
+        tree = page.visit(ast.parse(cell))
+        found.append("no kernels here" not in ast.unparse(tree))
+    assert found == runs
+
+
+def test_a_backend_without_triton_is_refused_with_the_same_sentence(monkeypatch):
+    monkeypatch.setattr("longhorn_kit.scan.arguments.HAS_TRITON", False)
+    data = [torch.randn(1, 3, size) for size in (2, 2, 4, 4)]
+    with pytest.raises(ValueError, match=re.escape(NEEDS_TRITON)):
+        longhorn_scan(*data, backend="triton")
+    assert longhorn_scan(*data).shape == (1, 3, 4)
+
+
+# --- other devices --------------------------------------------------------------------------------------------------
+
+class NoFloat64(TorchDispatchMode):
+    "Apple's GPUs have no float64: no operation may return it."
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        wide = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype in (torch.float64, torch.complex128)]
+        assert not wide, f"{func} returned {wide[0].dtype}"
+        return out
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@every_mixer
+def test_models_need_no_float64(name, bf16, monkeypatch):
+    "A float32 model computes, learns and generates without float64, which Apple's GPUs lack."
+    monkeypatch.setattr("longhorn_kit.scan.matrix.NO_FLOAT64", ("mps", "cpu"))
+    torch.manual_seed(0)
+    model, tokens = SequenceLM(LMConfig(16, 32, 2, name)), torch.randint(16, (2, 40))
+    with NoFloat64(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model(tokens, tokens)[1].backward()
+        found = model.generate(tokens[:, :5], 3, seed=0)
+    assert found.shape == (2, 8) and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_matrix
+def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monkeypatch):
+    "Sums of log decays in float32 change a layer's output little."
+    torch.manual_seed(0)
+    layer, x = build_mixer(name, 32), torch.randn(2, 150, 32)
+    expected = layer(x)
+    monkeypatch.setattr("longhorn_kit.scan.matrix.NO_FLOAT64", ("mps", "cpu"))
+    torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-3)
+
+
+@every_mixer
+def test_all_tensors_of_a_model_stay_on_its_device(name):
+    "A model creates no tensor on another device than its own, also if that is neither CPU nor CUDA (here: meta)."
+    model = SequenceLM(LMConfig(16, 32, 2, name)).to("meta")
+    tokens = torch.zeros(2, 40, dtype=torch.int64, device="meta")
+    model(tokens).sum().backward()
+    logits, cache = model.step(tokens[:, 0], model.empty_cache(2))
+    devices = {p.grad.device.type for p in model.parameters()} | {t.device.type for t in tree_leaves((logits, cache)) if t is not None}
+    assert devices == {"meta"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_device_that_is_no_gpu_of_cuda_gets_the_chunked_scan(form):
+    q = torch.randn(1, 9, 4, device="meta")
+    assert pick_backend("auto", q) == "chunked"
+    out, state = longhorn_scan(q, q, q, q, form=form, output_final_state=True)
+    assert out.is_meta and state.is_meta and longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
 
 
 def test_the_kernels_of_a_scan_do_not_import_the_compiler():
