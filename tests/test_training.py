@@ -1,7 +1,6 @@
-"""Tests of the training loop. Run as a program (`python tests/test_training.py FOLDER`), it trains until it is killed."""
+"""Tests of the training loop."""
 
-import dataclasses, errno, math, os, pickle, shutil, signal, subprocess, sys, time
-from pathlib import Path
+import dataclasses, errno, math, multiprocessing, os, pickle, shutil, signal, sys, time
 from types import SimpleNamespace
 import numpy as np
 import pytest
@@ -79,27 +78,28 @@ def whole(one_thread):
     return curve(run()["history"])
 
 
-if __name__ == "__main__":  # trains slowly enough to be killed
-    torch.set_num_threads(1)
+def train_slowly(folder):
+    "Train slowly enough to be killed."
     slow = Interrupting(0, None)
     slow.next_batch = lambda: time.sleep(0.02) or Sampler.next_batch(slow)
-    train(Tiny(), slow, VAL, CONFIG, sys.argv[1], quiet=True)
-    sys.exit()
+    train(Tiny(), slow, VAL, CONFIG, folder, quiet=True)
 
 
 # ---- resuming
 
 
 def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
-    process = subprocess.Popen([sys.executable, __file__, tmp_path / "run"], env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parent.parent)
+    process = multiprocessing.get_context("fork").Process(target=train_slowly, args=(tmp_path / "run",))
+    process.start()
     try:
         deadline = time.monotonic() + 120
         while not any(line["step"] > 20 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.03)
     finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
     torch.manual_seed(99)  # a resumed run starts with another random state and other initial weights
     result = run(tmp_path / "run", seed=7)
