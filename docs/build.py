@@ -423,9 +423,11 @@ def from_root(markdown: str) -> str:
 def readme_blocks() -> dict:
     "Mark of each block of the README that is made: its text."
     from longhorn_kit.lab.front import findings, findings_markdown, reproduced, speed, users
+    from longhorn_kit.lab.ledger import measured_minutes
     rows, found = from_root(index_cell("index-008")["source"]), from_root(index_cell("index-010")["source"])
     return {"users": users(), "rows": rows.partition("\n\n")[2], "findings": FINDINGS.format(table=findings_markdown(findings())),
-            "found": found, "reproduce": reproduced(), "speed": speed()}
+            "found": found, "reproduce": reproduced(), "speed": speed(),
+            "minutes": f"`longhorn reproduce` took {measured_minutes()}. After its first job it prints how long your machine takes."}
 
 
 def write_minutes() -> None:

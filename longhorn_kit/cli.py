@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
-           'value_of', 'count_of', 'changed', 'Claims', 'recipe', 'chosen_claims', 'set_aside', 'run_claim',
-           'finished_records', 'noted_failure', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'accuracies',
-           'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
+           'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
+           'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
+           'sigterm_interrupts', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'accuracies', 'EvalVision',
+           'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
-import atexit, contextlib, io, math, os, re, shutil, subprocess, sys
+import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union
@@ -19,8 +20,10 @@ import tyro
 from . import __version__
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
-from .lab.ledger import cells, read_outcomes, ledger, ledger_json, ledger_text, load_record
+from .lab.ledger import (
+    cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes)
 from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
+from .records import plural, to_plain
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
@@ -74,6 +77,26 @@ def changed(settings: Any, preset: Any) -> dict:
     now, before = vars(settings), vars(preset)
     return {name: now[name] for name in before if now[name] != before[name]}
 
+# %% ../nbs/machine/cli.ipynb #cli-015-2
+def trials(out: Path) -> list[tuple[Path, dict]]: # -> folder, record
+    "Return the finished trials in a folder of runs: runs with other settings than their scale's."
+    found = []
+    for path in sorted(out.glob("*/*.trial/record.json")):
+        name, scale = path.parts[-3], path.parts[-2].removesuffix(".trial")
+        with contextlib.suppress(ValueError): # damaged, or of an experiment that is gone
+            record = load_record(path, name)
+            if scale in find_experiment(find_claim(name)).presets:
+                found.append((path.parent, record))
+    return found
+
+def trial_settings(record: dict) -> str:
+    "Return the settings of a trial that differ from those of its scale."
+    preset = find_experiment(find_claim(record["experiment"])).config(record["scale"])
+    usual = to_plain(vars(preset))
+    places = {f.name for f in fields(preset) if f.metadata.get("place")} # do not make a trial
+    return ", ".join(f"{name} {usual.get(name)} -> {value}" for name, value in record["settings"].items()
+                     if name not in places and usual.get(name) != value)
+
 # %% ../nbs/machine/cli.ipynb #cli-016
 @dataclass
 class Claims:
@@ -91,6 +114,9 @@ class Claims:
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
+        for folder, record in trials(Path(self.out)):
+            if not self.claims or record["experiment"] in self.claims:
+                print(f"\ntrial, not counted above: {folder}\n  {trial_settings(record)}")
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
@@ -132,8 +158,45 @@ def set_aside(folder: Path) -> Path | None:
     folder.rename(previous)
     return previous
 
+# %% ../nbs/machine/cli.ipynb #cli-023-3
+def rest_of_claims(
+    claims: tuple, # that are still to run
+    pace: float,   # measured / recorded time of a claim
+    scale: str,    # "laptop", "gpu" or "paper"
+) -> float:
+    "Return the seconds that claims are expected to take on this machine."
+    return sum(60 * claim.minutes.get(scale, 0) * pace for claim in claims)
+
+def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) -> Callable:
+    "Return a function that prints an estimate of the time left, once per claim."
+    waiting = [other for other in later
+               if options.fresh or not (out / other.name / options.scale / "record.json").exists()]
+    printed = []
+    def on_estimate(found):
+        if printed or not (found.left or waiting):
+            return
+        from longhorn_kit.lab.run import roughly
+        from tqdm import tqdm
+        recorded = 60 * claim.minutes.get(options.scale, 0)
+        pace = found.whole / recorded if recorded else 0.0
+        left = found.left + rest_of_claims(waiting, pace, options.scale)
+        printed.append(left)
+        where = f"on this machine ({plural(found.workers, 'job')} at a time)"
+        if options.launcher != "local":
+            where = f"after the wait in the queue (up to {plural(found.workers, 'job')} at a time)"
+        own = f", of which {claim.name} {roughly(found.left)}" if roughly(found.left) != roughly(left) else ""
+        above_bar = tqdm.external_write_mode() if sys.stderr.isatty() else contextlib.nullcontext()
+        with above_bar:
+            print(f"  {roughly(left)} left {where}{own}", flush=True)
+    return on_estimate
+
 # %% ../nbs/machine/cli.ipynb #cli-025
-def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
+def run_claim(
+    claim: Claim,
+    options: "Reproduce",
+    out: Path,         # folder of runs
+    later: tuple = (), # claims to run next
+) -> None:
     "Run one claim, or find that it is done, and print its verdict."
     from longhorn_kit.lab.report import duration, rows_of
     from longhorn_kit.lab.run import finished, run
@@ -147,6 +210,8 @@ def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
     overrides = {} if isinstance(options.settings, NoSettings) else changed(options.settings, preset)
     trial = any(not f.metadata.get("place") for f in fields(preset) if f.name in overrides)
     folder = out / claim.name / (options.scale + ".trial" * trial)
+    if trial:
+        print("  a trial, since its settings are not those of the scale; the ledger does not count it", flush=True)
     if options.fresh and set_aside(folder):
         print(f"  the earlier run is now {folder}.previous")
     if record := finished(experiment, folder, experiment.config(options.scale, **overrides)):
@@ -157,7 +222,7 @@ def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
         cluster = {name: int(value) if value.isdigit() else value
                    for name, value in (option.split("=", 1) for option in options.slurm)}
         record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
-                     **overrides)
+                     time_printer(claim, options, out, later), **overrides)
     rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
     for row in [row for row in rows if row.claim.name == claim.name] or rows: # a part of a plan can be another claim's
         label, paper, here, n, verdict = cells(replace(row, scale=""))
@@ -165,7 +230,8 @@ def run_claim(claim: Claim, options: "Reproduce", out: Path) -> None:
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
-        raise RuntimeError(f"{record['missing']} of its jobs are not done{''.join(notes)}; the same command continues")
+        left = plural(record["missing"], "job")
+        raise RuntimeError(f"{left} not done{''.join(notes)}; the same command continues")
 
 # %% ../nbs/machine/cli.ipynb #cli-027
 def finished_records(out: Path) -> list[dict]:
@@ -177,6 +243,10 @@ def finished_records(out: Path) -> list[dict]:
                 record = load_record(out / claim.name / scale / "record.json", claim.name)
                 read_outcomes(claim, record)
                 found.append(record)
+    for _, record in trials(out):
+        with contextlib.suppress(ValueError):
+            read_outcomes(find_claim(record["experiment"]), record)
+            found.append(record | {"trial": trial_settings(record)})
     return found
 
 # %% ../nbs/machine/cli.ipynb #cli-029
@@ -192,6 +262,21 @@ def noted_failure(name: str, failed: dict) -> Iterator[None]:
             raise
         failed[name] = one_line(error)
         print(f"  failed: {failed[name]}", flush=True)
+
+# %% ../nbs/machine/cli.ipynb #cli-029-3
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    "Context manager that turns SIGTERM into a KeyboardInterrupt; in the main thread only."
+    def interrupt(number, frame):
+        raise KeyboardInterrupt("stopped by SIGTERM; what is finished is kept, and the same command resumes")
+    if threading.current_thread() is not threading.main_thread(): # signal handlers work only there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 # %% ../nbs/machine/cli.ipynb #cli-031
 @dataclass
@@ -219,6 +304,11 @@ class Reproduce(Generic[S]):
         return find_experiment(named[0]).config(scale), ""
 
     def __call__(self):
+        with sigterm_interrupts():
+            self.run()
+
+    def run(self) -> None:
+        "Run the claims one after another, and write the page after each of them."
         for name in ("workers", "minutes"):
             if not (getattr(self, name) or 0) >= 0: # also NaN
                 raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
@@ -227,13 +317,20 @@ class Reproduce(Generic[S]):
         claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)
         minutes = [claim.minutes.get(self.scale) for claim in claims]
         total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
-        print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total} on {PLATFORM[self.scale]}")
+        total = f"{total} on {PLATFORM[self.scale]}"
+        if self.scale == "laptop" and not self.claims and measured_minutes():
+            total = measured_minutes()
+        print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total}", flush=True)
         failed = {}
         for i, claim in enumerate(claims):
-            print(f"\n[{i + 1}/{len(claims)}] {claim.name}" + (f", about {minutes[i]:g} min" if minutes[i] else ""))
+            print(f"\n[{i + 1}/{len(claims)}] {claim.name}")
             print(f"  {claim.statement}", flush=True)
+            later = tuple(claims[i + 1:])
             with noted_failure(claim.name, failed):
-                run_claim(claim, self, out)
+                run_claim(claim, self, out, later)
+            if later and claim.name not in failed:
+                with noted_failure("the report", failed):
+                    print(f"  report so far: {self.report(out, later)}", flush=True)
         if len(failed) < len(claims):
             with noted_failure("the report", failed):
                 print(f"\nreport: {self.report(out)}", flush=True)
@@ -241,10 +338,11 @@ class Reproduce(Generic[S]):
             reasons = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
             raise RuntimeError(f"not done: {reasons}; what is finished is kept")
 
-    def report(self, out: Path) -> Path:
+    def report(self, out: Path, later: tuple[Claim, ...] = ()) -> Path: # later: claims that run next
         "Write the page about every finished run in the folder."
         from longhorn_kit.lab.report import write_report
-        return write_report(finished_records(out), out / "report.html", ledger(out))
+        names = [claim.name for claim in later]
+        return write_report(finished_records(out), out / "report.html", ledger(out), names)
 
 # %% ../nbs/machine/cli.ipynb #cli-033
 @dataclass
@@ -267,7 +365,8 @@ class Prepare:
         corpus = prepare(**vars(self))
         for part, name in (("train", "to train on"), ("val", "held out")):
             about = corpus.index[part]
-            print(f"{name}: {about['tokens']:,} tokens of {about['documents']:,} documents, {about['bytes']:,} bytes")
+            print(f"{name}: {plural(about['tokens'], 'token')} of "
+                  f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}")
         print(f"prepared: {corpus.folder}")
 
 # %% ../nbs/machine/cli.ipynb #cli-035
@@ -365,7 +464,7 @@ class TrainVision(Generic[S]):
 def accuracies(found: dict) -> str:
     "Describe an evaluation of images."
     return (f"top 1 {100 * found.get('ema_top1', found['top1']):.2f} %, top 5 "
-            f"{100 * found.get('ema_top5', found['top5']):.2f} % of {found['val_images']:,} images, "
+            f"{100 * found.get('ema_top5', found['top5']):.2f} % of {plural(found['val_images'], 'image')}, "
             f"{found['skipped']} skipped")
 
 # %% ../nbs/machine/cli.ipynb #cli-045

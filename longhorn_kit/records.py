@@ -8,7 +8,7 @@ __all__ = ['HERE', 'CONTROL', 'beside', 'remove_leftovers', 'runs', 'discard', '
            'to_plain', 'FullPath', 'without_machine_paths', 'write_json', 'JsonObject', 'read_json', 'atomic_folder',
            'contents', 'check_folder', 'readable', 'digest_of', 'write_record', 'read_record', 'json_line',
            'append_jsonl', 'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name',
-           'version_of', 'environment', 'command_line', 'progress']
+           'version_of', 'environment', 'command_line', 'progress', 'plural']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys
@@ -467,3 +467,8 @@ def progress(
     slow = {"mininterval": 10, "maxinterval": 10, "delay": 10, "ncols": 100}
     pace = {"leave": False, "dynamic_ncols": True} if sys.stderr.isatty() else slow
     return tqdm(iterable, desc, total, initial=initial, disable=disable, **pace)
+
+# %% ../nbs/machine/records.ipynb #records-049-3
+def plural(count: int, noun: str) -> str:
+    "Write a count with its noun, such as `1 job` and `1,200 jobs`; nouns take -s."
+    return f"{count:,} {noun}" + "s" * (count != 1)

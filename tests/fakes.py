@@ -9,6 +9,7 @@ from longhorn_kit.lab.run import Experiment
 from longhorn_kit.lab.stats import Comparison
 
 calls, errors = [], {} # names of the experiments that ran; name -> what its job raises
+during = {} # name -> function that its job calls
 
 
 def kills(most):
@@ -28,6 +29,7 @@ def experiment(name):
 
     def run_job(settings, folder):
         calls.append(name)
+        during.get(name, lambda: None)()
         if name in errors:
             raise errors[name]
         return {"score": 2}

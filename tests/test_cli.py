@@ -10,7 +10,7 @@ from longhorn_kit import __version__, cli
 from longhorn_kit.lab import claims, use
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
 from longhorn_kit.lab.recipe import TrainConfig
-from longhorn_kit.lab.run import Here
+from longhorn_kit.lab.run import Estimate, Here
 from longhorn_kit.lab.vision_training import VISION_PRESETS, VisionConfig
 from longhorn_kit.models import MIXERS, SequenceLM
 from longhorn_kit.records import read_jsonl, read_record
@@ -27,6 +27,7 @@ def here(monkeypatch, tmp_path):
     monkeypatch.setattr("longhorn_kit.lab.run.engine_for", lambda *_: Here())
     fakes.calls.clear()
     fakes.errors.clear()
+    fakes.during.clear()
     monkeypatch.delenv("LONGHORN_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -115,6 +116,65 @@ def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert len(fakes.calls) == 2 and capsys.readouterr().out.count("already finished") == 2
 
 
+def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, capsys):
+    pages, shown = [], []
+    def look():
+        pages.append((here / "runs" / "report.html").read_text(encoding="utf-8"))
+        shown.append(capsys.readouterr().out)
+    fakes.during["second"] = look
+    assert cli.main(["reproduce"]) == 0
+    assert len(pages) == 1 and pages[0].count('<section id="fake-laptop">') == 1 and '<section id="second-laptop">' not in pages[0]
+    assert pages[0].index('<section id="fake-laptop">') < pages[0].index("<svg") < pages[0].index("</figure>")
+    assert "still to come when this page was written: second." in pages[0] and pages[0].rstrip().endswith("</html>")
+    assert f"report so far: {Path('runs/report.html')}" in shown[0]
+    last = (here / "runs" / "report.html").read_text(encoding="utf-8")
+    assert "still to come" not in last and '<section id="second-laptop">' in last
+
+
+def test_an_interrupt_between_claims_leaves_a_readable_page(here, capsys):
+    fakes.errors["second"] = KeyboardInterrupt()
+    assert "the same command resumes" in fails(capsys, ["reproduce"], 130)
+    page = (here / "runs" / "report.html").read_text(encoding="utf-8")
+    assert '<section id="fake-laptop">' in page and "still to come when this page was written: second." in page
+    fakes.errors.clear()
+    assert cli.main(["reproduce"]) == 0 and fakes.calls == ["fake", "second", "second"]
+    assert "still to come" not in (here / "runs" / "report.html").read_text(encoding="utf-8")
+
+
+def printed_times(claim, options, later, *estimates, capsys, out=Path("runs")):
+    "Return the lines that a series of estimates prints."
+    show = cli.time_printer(claim, options, out, later)
+    for left, whole, workers in estimates:
+        show(Estimate(left, whole, workers))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys):
+    first, second = fakes.claim(minutes={"laptop": 2}), fakes.claim("second", minutes={"laptop": 3})
+    local, slurm = cli.Reproduce(), cli.Reproduce(launcher="slurm")
+    # the first claim takes twice its recorded time here, so the second is expected to take 6 minutes
+    lines = printed_times(first, local, (second,), (180, 240, 2), (60, 240, 2), capsys=capsys)
+    assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
+    assert printed_times(first, local, (), (20, 60, 1), capsys=capsys) == ["  less than a minute left on this machine (1 job at a time)"]
+    assert printed_times(first, slurm, (), (9000, 9000, 64), capsys=capsys) == ["  about 2 h left after the wait in the queue (up to 64 jobs at a time)"]
+    assert printed_times(first, local, (), (0, 60, 2), capsys=capsys) == []
+    done = here / "runs" / "second" / "laptop"
+    done.mkdir(parents=True)
+    (done / "record.json").write_text("{}")
+    lines = printed_times(first, local, (second,), (180, 240, 2), capsys=capsys)
+    assert lines == ["  about 3 min left on this machine (2 jobs at a time)"]
+    lines = printed_times(first, cli.Reproduce(fresh=True), (second,), (180, 240, 2), capsys=capsys)
+    assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
+
+
+def test_reproduce_prints_the_time_left_after_the_first_job(here, capsys):
+    assert cli.main(["reproduce", "fake", "--seeds", "0", "1", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("  less than a minute left on this machine (1 job at a time)") == 1
+    assert cli.main(["reproduce", "fake", "--seeds", "7"]) == 0 # one job: nothing is left after it
+    assert " left " not in capsys.readouterr().out
+
+
 def test_reproduce_runs_only_what_is_missing(here, capsys):
     cli.main(["reproduce", "second"])
     cli.main(["reproduce"])
@@ -151,8 +211,15 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     assert cli.main(["reproduce", "fake", "--seeds", "5", "6", "--steps", "4"]) == 0
     record = read_record(here / "runs" / "fake" / "laptop.trial" / "record.json")
     assert record["settings"] == {"steps": 4, "seeds": [5, 6]} and fakes.calls == ["fake", "fake"]
-    assert "+4.0 points" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "+4.0 points" in out and "  a trial, since its settings are not those of the scale; the ledger does not count it" in out
     assert not any(row.file for row in cli.ledger("runs"))
+    page = (here / "runs" / "report.html").read_text(encoding="utf-8")
+    assert '<section id="fake-laptop-trial">' in page and "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
+    for names in ([], ["fake"]):
+        assert cli.main(["claims", *names]) == 0
+        assert f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n  steps 3 -> 4, seeds [0] -> [5, 6]\n" in capsys.readouterr().out
+    assert cli.main(["claims", "second"]) == 0 and "trial" not in capsys.readouterr().out
     assert cli.main(["reproduce", "fake", "--steps", "5"]) == 0 and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
     kept = f"record-{record['sha256'][:8]}.json"
     assert f"steps 4 -> 5, seeds [5, 6] -> [0]; that record is kept as {kept}" in capsys.readouterr().err
@@ -189,7 +256,7 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
 
 
 def test_jobs_that_are_left_are_a_failure(here, capsys):
-    assert "1 of its jobs are not done; the same command continues" in fails(capsys, ["reproduce", "second", "--minutes", "0"])
+    assert "1 job not done; the same command continues" in fails(capsys, ["reproduce", "second", "--minutes", "0"])
     assert (here / "runs" / "second" / "laptop" / "partial.json").exists()
     assert cli.main(["reproduce", "second"]) == 0
 
@@ -246,6 +313,33 @@ def test_claims_prints_what_was_found(here, capsys):
     assert cli.main(["claims", "second", "--out", "elsewhere"]) == 0
     out, err = capsys.readouterr()
     assert "not run" in out and "second: The second claim" in out and "The fake claim" not in out and "there is no folder elsewhere" in err
+
+
+STOPPED = """
+import sys
+import fakes, toy
+from longhorn_kit import cli
+from longhorn_kit.lab import claims
+if __name__ == "__main__":
+    claims.CLAIMS = [fakes.claim("toy", module="toy")]
+    sys.exit(cli.main(["reproduce", "toy", "--workers", "2", "--pause", "0.5"]))
+"""
+
+
+def test_sigterm_ends_reproduce_with_one_line(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    child = subprocess.Popen([sys.executable, "stopped.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             env=os.environ | {"PYTHONPATH": path, "LONGHORN_DEBUG": "0"}, start_new_session=True)
+    end = time.monotonic() + 120
+    while len(list(tmp_path.glob("runs/toy/*/jobs/*/steps.txt"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(child.pid, signal.SIGTERM) # as SLURM and `timeout` do: the workers get it too
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 130 and "Traceback" not in out + err
+    errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
+    assert errors == ["longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"]
+    assert "BrokenPipe" not in err and "a job failed" not in err, err
 
 
 # generate

@@ -224,8 +224,8 @@ def test_a_row_says_why_no_run_of_it_can_get_a_verdict(monkeypatch, tmp_path):
     one_rate = fakes.claim("one-rate", no_verdict="one learning rate")
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, one_rate])
     why = {row.claim.name: row.judgement.why for row in ledger(tmp_path, tmp_path)}
-    assert why == {"fake": "about 1 min on two CPU cores", "recipe": "the full recipe; no code judges its runs",
-                   "idea": "no code runs it yet", "one-rate": "about 1 min on two CPU cores; one learning rate"}
+    assert why == {"fake": f"about 1 min on {claims.PLATFORM['laptop']}", "recipe": "the full recipe; no code judges its runs",
+                   "idea": "no code runs it yet", "one-rate": f"about 1 min on {claims.PLATFORM['laptop']}; one learning rate"}
 
 
 def test_a_claim_with_that_limit_gets_no_verdict_from_any_record_and_the_others_say_nothing():
@@ -248,3 +248,17 @@ def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_p
     put(tmp_path, fakes.record(missing=7))
     row = ledger(tmp_path, tmp_path / "none")[0]
     assert row.judgement.verdict == "holds" and row.about.endswith("7 jobs of this run are missing")
+
+
+def test_counts_agree_with_their_nouns():
+    from longhorn_kit.lab.ledger import Row, ledger_summary
+    rows = [Row(fakes.claim()), Row(fakes.claim()), Row(fakes.claim("second"))]
+    assert ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run" and ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
+
+
+def test_measured_minutes_are_ranges_with_their_machines(monkeypatch, tmp_path):
+    from longhorn_kit.lab import ledger as module
+    monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
+    assert module.measured_minutes() == ""
+    write_record(tmp_path / "minutes.json", {"rows": [{"machine": "a", "seconds": [150, 281]}, {"machine": "b", "seconds": [544]}]})
+    assert module.measured_minutes() == "2 to 5 min on a; 9 min on b"

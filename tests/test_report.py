@@ -70,6 +70,20 @@ def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
     assert "beside recorded GPU runs" in plots[0] and "−1.0" in plots[0] and "gpu None" not in text
 
 
+def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
+    path = tmp_path / "report.html"
+    records = [fakes.record(), fakes.record(trial="steps 3 -> 20")]
+    text = report.write_report(records, path, later=["other", "<b>"]).read_text(encoding="utf-8")
+    page = Page(text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert page.open == [] and ids == ["fake-laptop", "fake-laptop-trial"]
+    words = " ".join(" ".join(page.text).split())
+    assert "still to come when this page was written: other, <b>." in words and "the same command resumes" in words
+    assert "fake, laptop scale (trial)" in words and words.count("does not count it: steps 3 -> 20.") == 1
+    text = report.write_report([fakes.record()], path).read_text(encoding="utf-8")
+    assert "still to come" not in text and "trial" not in text
+
+
 def test_page_without_records_and_a_failed_write(tmp_path, monkeypatch):
     path = report.write_report([], tmp_path / "report.html")
     text = path.read_text()

@@ -1,5 +1,5 @@
 """Experiments give the same record on every engine and after every accident."""
-import json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
+import contextlib, json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
 from pathlib import Path
 
 import pytest
@@ -203,6 +203,66 @@ def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
     assert done.returncode == 0 and "parity: exact above diagonal" in done.stdout, done.stderr
     assert read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"]["steps"] == 20
     assert "The exact form learns parity" in done.stdout
+
+
+def job(model, lr, seconds=None, **more):
+    settings = {"model": model, "lr": lr, "seed": 0} | more
+    return settings if seconds is None else {"settings": settings, "seconds": seconds}
+
+
+def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
+    known = {}
+    for row in (job("a", 1, 10.0, size=1), job("a", 2, 20.0, size=1), job("b", 1, 50.0, size=1), job("b", 1, 70.0, size=2)):
+        known.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
+    likely = lambda **settings: lab_run.likely_seconds(lab_run.kind_of(settings), known)
+    assert likely(model="a", size=1, lr=9, seed=5) == 15 # neither rate nor seed changes the time
+    assert likely(model="b", size=2) == 70 and likely(model="a", size=2) == 15 # the model counts more than the rest
+    assert likely(model="c", size=2) == 70 and likely(model="c", size=3) == 37.5 # the mean of all
+
+
+@pytest.mark.parametrize("running, waiting, workers, left", [
+    ([], [], 2, 0), ([3.0], [], 2, 3), ([], [4.0, 3.0, 2.0], 1, 9), ([], [4.0, 3.0, 2.0], 2, 5), ([5.0, 1.0], [1.0, 1.0], 2, 5), ([], [4.0, 3.0], 64, 4)])
+def test_the_time_left_is_that_of_the_last_worker(running, waiting, workers, left):
+    assert lab_run.time_left(running, waiting, workers) == left
+
+
+def test_an_estimate_counts_what_a_running_job_has_done(monkeypatch):
+    monkeypatch.setattr(lab_run.time, "monotonic", lambda: 104.0)
+    done = [job("a", 1, 10.0)]
+    found = lab_run.estimate(done, [(job("a", 2), 100.0), (job("b", 1), 60.0)], [job("a", 3)], 2)
+    assert (found.left, found.whole, found.workers) == (10, 20, 2) # 6 s of the first, the second is late, 10 s of the third
+    assert lab_run.estimate(done, [], [], 64).whole == 10
+
+
+@pytest.mark.parametrize("seconds, words", [(0, "less than a minute"), (44, "less than a minute"), (46, "about 1 min"), (239, "about 4 min"),
+                                            (7000, "about 117 min"), (9000, "about 2 h")])
+def test_estimates_are_round(seconds, words):
+    assert lab_run.roughly(seconds) == words
+
+
+def test_jobs_that_wait_for_results_are_counted_from_the_start(tmp_path, monkeypatch):
+    totals, estimates = [], []
+    class Bar(contextlib.nullcontext):
+        n = 0
+        def __enter__(self): return self
+        def set_postfix_str(self, text, refresh): assert text.endswith(" left") == (self.n < 14)
+        def update(self, more):
+            self.n += more
+            totals.append((self.n, self.total))
+    monkeypatch.setattr(lab_run, "progress", lambda **_: Bar())
+    run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)
+    assert totals == [(n, 15) for n in range(16)]
+    lefts = [found.left for found in estimates]
+    assert len(lefts) == 15 and lefts[0] > 0 and lefts[-1] == 0 and estimates[0].workers == 1
+    assert run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)["missing"] == 0
+    assert len(estimates) == 15 # a finished run is not estimated
+
+
+def test_a_resumed_run_is_estimated_before_its_first_job(tmp_path):
+    estimates = []
+    run(toy.EXPERIMENT, folder=tmp_path, workers=0, models=("exact",), **QUICK)
+    run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)
+    assert len(estimates) == 11 # five of 15 jobs were done
 
 
 def test_a_free_gpu_gets_the_next_job(monkeypatch):

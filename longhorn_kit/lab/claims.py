@@ -55,7 +55,7 @@ class Claim:
     commands: dict = field(default_factory=dict) # scale or variant -> command, if it is not `reproduce`
 
 SCALES = ("laptop", "gpu", "paper")
-PLATFORM = {"laptop": "two CPU cores", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
+PLATFORM = {"laptop": "two CPU cores with AVX-512, twice as long without", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
 BASES = {"published": "published numbers alone", "counted": "counted from the official code",
          "derived": "derived, and tested in theory/"}
 _ONE_RATE = "its runs share one learning rate, so none can get a verdict"

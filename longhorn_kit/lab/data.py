@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator
 import numpy as np
 
+from ..records import plural
+
 # %% ../../nbs/machine/data.ipynb #data-007
 PACKAGES = ("asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
             "tomllib unittest urllib wsgiref xml xmlrpc zoneinfo").split()
@@ -415,7 +417,8 @@ class Sampler:
         world: int = 1, # processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
-            raise ValueError(f"the text has {len(tokens)} tokens; a context of {context} needs at least {context + 1}")
+            raise ValueError(f"the text has {plural(len(tokens), 'token')}; "
+                             f"a context of {context} needs at least {context + 1}")
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
         self.windows, self.spare = divmod(len(tokens) - 1, context)

@@ -25,7 +25,7 @@ from .language_training import check_finite, check_vocabulary, trained_tokenizer
 from ..models import SequenceLM
 from ..models.mixer import check_sizes
 from ..records import (
-    atomic_folder, cannot_write, check_folder, command_line, environment, standing, to_plain, version_of)
+    atomic_folder, cannot_write, check_folder, command_line, environment, plural, standing, to_plain, version_of)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-006
 def harness() -> Any:
@@ -333,7 +333,8 @@ def mean_rows(rows: list[dict]) -> list[dict]: # from `metric_rows`
         metric = row["metric"].removeprefix("word_")
         if metric == "perplexity" or metric == "contains" and row["task"] in RECALL.values():
             groups.setdefault((row["read"], metric), []).append(row["value"])
-    return [{"task": f"mean of {len(values)} sets", "read": read, "metric": metric, "value": sum(values) / len(values),
+    return [{"task": f"mean of {plural(len(values), 'set')}", "read": read, "metric": metric,
+             "value": sum(values) / len(values),
              "stderr": None, "documents": None}
             for (read, metric), values in groups.items() if len(values) >= least[metric]]
 

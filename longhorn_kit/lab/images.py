@@ -20,7 +20,7 @@ from .processes import gathered, is_main_process
 from .recipe import fork_rng, seed_all
 from .vision import digits
 from ..models.vision import default_cfgs # before timm, because it repairs torchvision
-from ..records import without_machine_paths
+from ..records import plural, without_machine_paths
 
 # %% ../../nbs/machine/images.ipynb #images-004
 from timm.data import auto_augment, create_transform
@@ -265,7 +265,7 @@ class ImageBatches:
         self.mine.update(broken)
         if len(self.mine) == len(self.images):
             name = self.images.reader.filename(0, absolute=True)
-            raise ValueError(f"none of the {len(self.mine)} images can be read; the first is {name}")
+            raise ValueError(f"none of {plural(len(self.mine), 'image')} can be read; the first is {name}")
         return images, labels
 
     def state_dict(self) -> dict:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CHUNK', 'STOP_AT', 'MODELS', 'SAME', 'SIZES', 'STATES', 'GPU', 'PRESETS', 'NOISES', 'COSINES', 'EXPERIMENT',
            'gap_law', 'draw_slots', 'distinct', 'Streams', 'draw', 'place_guess', 'answer', 'question_loss',
-           'training_batches', 'train', 'Stage', 'Config', 'cells', 'search_lr', 'jobs', 'accuracy', 'perturb_keys',
-           'examine', 'state_bytes', 'asked_at_once', 'state_changes', 'look_inside', 'run_job', 'best_rows',
-           'summarize', 'summary']
+           'training_batches', 'train', 'Stage', 'Config', 'cells', 'search_lr', 'jobs', 'later', 'accuracy',
+           'perturb_keys', 'examine', 'state_bytes', 'asked_at_once', 'state_changes', 'look_inside', 'run_job',
+           'best_rows', 'summarize', 'summary']
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-003
 import math
@@ -243,6 +243,13 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
             known = tried + [best | {"seed": seed} for seed in config.seeds[1:] if best]
             yield from (settings for settings in known if settings["lr"] in here)
 
+def later(config: Config, results: Results) -> Iterator[dict]:
+    "Yield stand-ins, with any rate, for the other seeds of every cell whose search is not done."
+    for cell in cells(config):
+        _, best = search_lr(cell, config.lrs, config, results)
+        if best is None:
+            yield from (cell | {"lr": config.lrs[0], "seed": seed} for seed in config.seeds[1:])
+
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-058
 SIZES = ((64, 4), (128, 8), (256, 16), (512, 64)) # (length, pairs) of the public code
 STATES = tuple(Stage(512, 64, 64, models=("longhorn_exact", "longhorn"), d_state=n) for n in (32, 64, 128))
@@ -395,4 +402,4 @@ def summary(rows: list, by_lr: dict) -> dict: # of `best_rows`; learning rate ->
         **{name: rows[0][name] for name in ("parameters", "state_bytes", "inside")}}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n59
-EXPERIMENT = Experiment("mqar", PRESETS, jobs, run_job, summarize)
+EXPERIMENT = Experiment("mqar", PRESETS, jobs, run_job, summarize, later)

@@ -245,6 +245,16 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
         known = list(model_jobs(config, group, results))
         yield from (settings for part in (1, 2) for found in known for settings in found[part])
 
+def later(config: OnePass, results: Results) -> Iterator[dict]:
+    "Yield stand-ins for the jobs of unfinished walks: up to three rates, and the judged seeds."
+    for group in config.groups:
+        for _, tried, _, best in model_jobs(config, group, results):
+            if best is None:
+                first = tried[0] # the walk has always started
+                rates = config.rates[:max(3 - len(tried), 0)] # a walk tries at least a rate and its neighbours
+                yield from (first | {"lr": rate, "stand-in": True} for rate in rates)
+                yield from (first | {"seed": seed} for seed in range(1, GROUPS[group].seeds + 1))
+
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-052
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the name of the plan, and every model with its walk and its judged runs."
@@ -263,4 +273,4 @@ def summarize(config: OnePass, results: Results) -> dict:
     return texts.summary() | {"plan": plan_of(config, steps_of(config, texts)), "groups": kept}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
-EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize)
+EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize, later)

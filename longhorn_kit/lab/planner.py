@@ -13,7 +13,7 @@ import numpy as np
 from .presets import LMPreset, find_preset, model_config
 from .recipe import TrainConfig
 from ..models.lm import LMConfig, count_parameters
-from ..records import read_json, read_jsonl, records_root
+from ..records import plural, read_json, read_jsonl, records_root
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-007
 ROOT, RECORDED = records_root(), "NVIDIA H200" # of all records; the recorded GPU
@@ -241,7 +241,8 @@ def check_setting(train, tokenizer, gpus, gpu, micro_batches, network):
         (kind != "hsdp" or gpus > NODE and gpus % NODE == 0, f"hsdp needs several nodes of {NODE} GPUs, not {gpus}"),
         (network is None or 0 < network < np.inf, f"network is {network}; it must be more than 0 GB/s and finite"),
         (tokenizer in VOCABULARY, f"tokenizer is {tokenizer!r}; expected one of {', '.join(VOCABULARY)}"),
-        (batch % each == 0, f"{gpus} GPUs cannot share a batch of {batch}{f' in {parts} parts' * (parts > 1)}; "
+        (batch % each == 0, f"{plural(gpus, 'GPU')} cannot share a batch of {batch}"
+                            f"{f' in {parts} parts' * (parts > 1)}; "
                             f"{' or '.join([*sizes, *(f'{n} GPUs' for n in sorted(able))])} would do")):
         if not fine:
             raise ValueError(sentence)

@@ -6,7 +6,7 @@
 __all__ = ['WRITES', 'MEMORIES', 'PRESETS', 'EXPERIMENT', 'draw_streams', 'look_up', 'guess_level', 'linear_attention',
            'attention', 'gated_linear_attention', 'RecallConfig', 'parameter_shapes', 'count', 'matched_width',
            'initial', 'RecallModel', 'batches', 'grade', 'train_recall', 'evaluate', 'run_job', 'cells', 'search',
-           'jobs', 'summarize']
+           'jobs', 'later', 'summarize']
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
@@ -259,6 +259,13 @@ def jobs(config: RecallConfig, results: Results) -> Iterator[dict]:
         tried, _, judged = search(cell, config, results)
         yield from tried + [judged] * bool(judged)
 
+def later(config: RecallConfig, results: Results) -> Iterator[dict]:
+    "Yield a stand-in, with any rate, for the judged job of every cell whose search is not done."
+    for cell in cells(config):
+        _, _, judged = search(cell, config, results)
+        if not judged:
+            yield cell | {"lr": config.lrs[0]}
+
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-055
 def summarize(config: RecallConfig, results: Results) -> dict:
     "Collect recall, tests, learning rates and curves by task and model, as far as jobs are done."
@@ -278,4 +285,4 @@ def summarize(config: RecallConfig, results: Results) -> dict:
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-n34
 PRESETS = {"laptop": RecallConfig()}
-EXPERIMENT = Experiment("recall", PRESETS, jobs, run_job, summarize)
+EXPERIMENT = Experiment("recall", PRESETS, jobs, run_job, summarize, later)

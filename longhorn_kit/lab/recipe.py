@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from ..models.lm import document_bounds
-from ..records import check_ranges
+from ..records import check_ranges, plural
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-007
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def evaluate(
 ) -> float:
     "Return the mean loss in nats per token; the model's mode and the random states are unchanged."
     if len(tokens) < 2:
-        raise ValueError(f"the held-out part has {len(tokens)} tokens; it needs at least 2")
+        raise ValueError(f"the held-out part has {plural(len(tokens), 'token')}; it needs at least 2")
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     device, training = next(model.parameters()).device, model.training
     batches = list(held_out_windows(tokens, context, batch_size))

@@ -55,10 +55,12 @@ def facts(record: dict) -> dict: # -> name -> text
 def part_of(record: dict, recorded: list[Row]) -> dict: # recorded: rows of recorded runs
     "Return the content of a run for the template."
     rows, name = rows_of(record), record["experiment"]
+    trial = record.get("trial", "") # the settings that differ from those of the scale
     mine = {row.claim.name for row in rows}
     beside = [row for row in recorded if row.claim.name in mine and row.scale == "gpu" and row.file.startswith("nbs/")]
     return {
-        "anchor": f"{name}-{record['scale']}", "title": f"{name}, {record['scale']} scale",
+        "anchor": f"{name}-{record['scale']}" + "-trial" * bool(trial),
+        "title": f"{name}, {record['scale']} scale" + " (trial)" * bool(trial), "trial": trial,
         "scale": record["scale"], "seconds": record["seconds"], "claims": by_claim(rows),
         "verdicts": counted(rows),
         "plotted": [row for row in rows + beside if row.comparison.differences and row.judgement.n],
@@ -69,11 +71,12 @@ def write_report(
     records: list[dict],  # records of finished runs, in the order of the page
     path: str | Path,     # of the page
     ledger: Ledger | None = None, # all claims, for the end of the page
+    later: list[str] | tuple = (), # names of the claims that are still to come
 ) -> Path:
     "Write the page in one step, and return its path."
     text = templates().get_template("report.html.j2").render(
         duration=duration, runs=[part_of(record, ledger or []) for record in readable(list(records))],
-        groups=by_claim(ledger or []), now=datetime.now(timezone.utc))
+        groups=by_claim(ledger or []), later=list(later), now=datetime.now(timezone.utc))
     with atomic_file(path) as file:
         file.write(text)
     return Path(path)

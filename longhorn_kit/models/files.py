@@ -100,7 +100,7 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-e
 def model_card(config: LMConfig, facts: dict) -> str: # facts: from `run_facts`
     "Return the text of a README.md."
-    shape = f"{config.n_layer} blocks of width {config.d_model} with mixer {config.mixer}"
+    shape = f"{config.n_layer} block{'s' * (config.n_layer != 1)} of width {config.d_model} with mixer {config.mixer}"
     rows = {"Architecture": f"{shape}, {count_parameters(config):,} parameters"} | facts
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return f"""---
