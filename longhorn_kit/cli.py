@@ -320,6 +320,8 @@ class Reproduce(Generic[S]):
         total = f"{total} on {PLATFORM[self.scale]}"
         if self.scale == "laptop" and not self.claims and measured_minutes():
             total = measured_minutes()
+        if self.changes(claims):
+            total = "its time is estimated after its first job, since settings are changed"
         print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total}", flush=True)
         failed = {}
         for i, claim in enumerate(claims):
@@ -337,6 +339,13 @@ class Reproduce(Generic[S]):
         if failed:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
             raise RuntimeError(f"not done: {reasons}; what is finished is kept")
+
+    def changes(self, claims: list[Claim]) -> dict:
+        "Return the settings that differ from the preset of the only claim with settings; {} without one."
+        if isinstance(self.settings, NoSettings):
+            return {}
+        claim = next(claim for claim in claims if claim.module)
+        return changed(self.settings, find_experiment(claim).config(self.scale))
 
     def report(self, out: Path, later: tuple[Claim, ...] = ()) -> Path: # later: claims that run next
         "Write the page about every finished run in the folder."

@@ -212,6 +212,7 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     record = read_record(here / "runs" / "fake" / "laptop.trial" / "record.json")
     assert record["settings"] == {"steps": 4, "seeds": [5, 6]} and fakes.calls == ["fake", "fake"]
     out = capsys.readouterr().out
+    assert "at scale laptop: fake; its time is estimated after its first job" in out and "on two CPU cores" not in out
     assert "+4.0 points" in out and "  a trial, since its settings are not those of the scale; the ledger does not count it" in out
     assert not any(row.file for row in cli.ledger("runs"))
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
