@@ -92,7 +92,7 @@ class CellsWithoutTriton:
     "An AST transformer of IPython: cells that need Triton raise `message`, all others run."
     def __init__(self, message: str):
         self.message = message
-        self.missing = set() # names that cells with Triton would have bound
+        self.missing: set[str] = set() # names that cells with Triton would have bound
 
     def visit(self, cell: ast.Module) -> ast.Module:
         "Return the cell, without what needs Triton and with an error in its place."
