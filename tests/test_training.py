@@ -319,7 +319,7 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
     (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
     (dict(reset_documents=True), "reset_documents needs `end`"),
     (dict(reset_documents=True, compile=True), "compile and reset_documents cannot be combined"),
-    (dict(context=2000), "the text has 2000 tokens; a context of 2000 needs at least 2001")])
+    (dict(context=2000), "the text has 2,000 tokens; a context of 2000 needs at least 2001")])
 def test_impossible_settings_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says) as caught:
         run(config=dataclasses.replace(CONFIG, **wrong))
@@ -360,7 +360,7 @@ def test_evaluation_changes_nothing_and_training_no_random_state():
         found.append(call())
         assert torch.equal(torch.rand(3), expected)
     assert found[0] == found[1] and model.training and all(p.grad is None for p in model.parameters())
-    with pytest.raises(ValueError, match="held-out part has 1 tokens"):
+    with pytest.raises(ValueError, match="held-out part has 1 token; it needs at least 2"):
         evaluate(model, VAL[:1], 8)
 
 

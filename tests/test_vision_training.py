@@ -302,7 +302,7 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
     assert results(tmp_path / "parts") == results(tmp_path / "whole") and capsys.readouterr().err.count("dark/3.png") == 1
-    for part, message in (("val", "none of the held-out images can be read"), ("train", "^none of the 18 images can be read; the first is .*0.png$")):
+    for part, message in (("val", "none of the held-out images can be read"), ("train", "^none of 18 images can be read; the first is .*0.png$")):
         for path in (tmp_path / part).rglob("*.png"):
             path.write_bytes(b"")
         with pytest.raises(ValueError, match=message):
