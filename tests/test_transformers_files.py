@@ -177,7 +177,7 @@ def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
     last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
     record = json.loads((tmp_path / "run/config.json").read_text())["attempts"][-1]
     for known in (f"{last['tokens']:,} seen", f"{last['val_loss']:.4f} nats", str(record["environment"]["commit"]),
-                  json.loads((tmp_path / "run/text.json").read_text())["source"], "1 blocks of width 32", record["command"]):
+                  json.loads((tmp_path / "run/text.json").read_text())["source"], "1 block of width 32", record["command"]):
         assert known in card, known
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == 0
     shape = tmp_path / "run/model/config.json"
