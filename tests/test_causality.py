@@ -12,6 +12,7 @@ from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.matrix import matrix_scan
 from longhorn_kit.scan.op import FORMS, longhorn_scan
 from scan_cases import DEVICE
+from sweep import slow_case
 from test_matrix import CASES, draw
 
 pytestmark = pytest.mark.numeric
@@ -64,7 +65,7 @@ cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, uniq
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
-@pytest.mark.parametrize("N", (4, 16, 64))
+@pytest.mark.parametrize("N", (4, slow_case(16), 64))
 @pytest.mark.parametrize("backend", ("chunked", "reference"))
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from scan_cases import call, gradients, inputs, leaves
+from sweep import slow_case
 from longhorn_kit.scan import chunked
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
 
@@ -154,8 +155,7 @@ def opaque_inputs(form, packed, B=2):
     return [t if t is None else t.requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed, keep", [(True, True), (False, False), slow_case(True, False), slow_case(False, True)])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_opaque_operation_is_well_formed(form, packed, keep):
     "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
@@ -163,7 +163,7 @@ def test_the_opaque_operation_is_well_formed(form, packed, keep):
     torch.library.opcheck(torch.ops.longhorn_kit.chunked_scan.default, (*opaque_inputs(form, packed), bounds, form, 8, keep))
 
 
-@pytest.mark.parametrize("B, packed", [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("B, packed", [slow_case(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, packed):
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
@@ -190,7 +190,7 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
             assert part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
+@pytest.mark.parametrize("way", ["eager", slow_case("compiled"), "recomputed"])
 @pytest.mark.parametrize("form", FORMS)
 def test_finite_differences_confirm_the_operation(form, way):
     "PyTorch's gradcheck in float64, with the initial and the final state; also compiled, and recomputed inside a compiled function."

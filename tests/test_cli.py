@@ -667,6 +667,7 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 121))
 
 
+@pytest.mark.slow
 def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     child = command("reproduce", "recall", "--out", str(tmp_path / "runs"))
     while "[1/1] recall" not in child.stdout.readline():

@@ -273,7 +273,8 @@ for options in [{}] if len(sys.argv) == 2 else [{}, dict(state=False), dict(dtyp
 """
 
 
-@pytest.mark.parametrize("arguments", [("sm_90",), pytest.param(("sm_80,sm_90,sm_100,gfx942", "all"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("sm_90",), ("sm_80,sm_90,sm_100,gfx942", "all")])
 def test_kernels_compile_for_hopper_and_other_targets(arguments):
     root = pathlib.Path(__file__).resolve().parents[1]
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import product
 from unittest.mock import Mock
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
@@ -53,9 +54,9 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(texts, tmp_path_factory):
-    "The folder of a run in two processes, and its record."
+    "The folder of a run, and its record."
     folder = tmp_path_factory.mktemp("run")
-    return folder, rehearse(TOY, folder, 2, data=texts)
+    return folder, rehearse(TOY, folder, data=texts)
 
 
 def count_by_two(config, known={}):
@@ -67,13 +68,22 @@ def count_by_two(config, known={}):
     return one + (config.n_layer - 1) * (two - one)
 
 
+def vocabulary(preset):
+    return 256 if LM_PRESETS[preset].tokenizer == "bytes" else 50257
+
+
+@cache
+def longhorn_parameters(preset):
+    "Parameters of a preset's Longhorn, of which every block is counted."
+    return count_parameters(model_config(LM_PRESETS[preset], "longhorn", vocabulary(preset)))
+
+
 @every_mixer
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
 def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
     "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."
-    chosen = LM_PRESETS[preset]
-    vocab = 256 if chosen.tokenizer == "bytes" else 50257
-    whole = count_parameters(model_config(chosen, "longhorn", vocab))
+    chosen, vocab = LM_PRESETS[preset], vocabulary(preset)
+    whole = longhorn_parameters(preset)
     for module in (lm, presets): # the search counts a model dozens of times
         monkeypatch.setattr(module, "count_parameters", count_by_two)
     config, scan = model_config(chosen, name, vocab), name.startswith(("longhorn", "mamba"))
@@ -252,10 +262,14 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
         assert not same & folders(**changes), changes
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path):
+    assert comparable(rehearse(TOY, tmp_path, 2, data=texts)) == comparable(finished[1])
+
+
+def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
     folder, record = finished
     assert record["missing"] == 0 and [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
-    assert comparable(record) == comparable(rehearse(TOY, tmp_path, data=texts))
     for asked, row in zip(jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True):
         curve, place = row["val"], Results(folder).job_folder(asked)
         assert curve["tokens"][-1] == row["tokens"] == 1024 and len(curve["all"]) == 4 and row["loss"]["all"] == curve["all"][-1]
@@ -285,11 +299,18 @@ def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(finished, texts
     assert [attempt["from_step"] for attempt in read_json(config)["attempts"]] == [0, 6]
 
 
+@pytest.fixture(scope="module")
+def small_records(texts, tmp_path_factory):
+    "Records of small runs, by whether they have baselines."
+    configs = {True: SMALL, False: replace(SMALL, baselines=False, sample=0, lengths=())}
+    data = f"{texts}/docs.train.txt"
+    return {baselines: (config, rehearse(config, tmp_path_factory.mktemp("small"), data=data)) for baselines, config in configs.items()}
+
+
 @pytest.mark.parametrize("name", ["laptop", "seeds", "gpu", "gpu_160m"])
-def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name, texts, tmp_path):
+def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name, texts, small_records):
     recorded = read_record(RECORDS / f"{name}.json")
-    config = SMALL if recorded["settings"]["baselines"] else replace(SMALL, baselines=False, sample=0, lengths=())
-    record = rehearse(config, tmp_path, data=f"{texts}/docs.train.txt")
+    config, record = small_records[bool(recorded["settings"]["baselines"])]
     found, then = record["results"], recorded["results"]
     assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys() # recipes gain settings
     for here, there in ((record["settings"], recorded["settings"]),

@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 from exported import assert_exported_equals_eager
 from mixers import GROWING, NAMES, every, every_mixer, every_scan
 from rounding import bound, error
+from sweep import slow_case
 from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn, lm
 from longhorn_kit.models.memory import is_plain
@@ -391,7 +392,7 @@ def test_low_rank_is_a_sixteenth_rounded_up():
     assert [Longhorn(d).rank for d in (1, 16, 17, 768)] == [math.ceil(d / 16) for d in (1, 16, 17, 768)]
 
 
-@pytest.mark.parametrize("learning", (False, True))
+@pytest.mark.parametrize("learning", (slow_case(False), True))
 @pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a", "attention"))
 def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning):
     "Whether gradients were on at the export or are on at the run."

@@ -123,8 +123,8 @@ def test_strides_do_not_change_a_bit(form):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
-    t = make(1, 12)
-    bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32)[:, 0]
+    t = make(1, 5)
+    bounds = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)[:, 0]
     got, want = (everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone()))
     assert not bounds.is_contiguous() and all(map(torch.equal, got, want))
 
@@ -147,7 +147,7 @@ def test_rates_may_have_any_stride(kind, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(form, backend, dtype):
-    t = {n: v.requires_grad_() for n, v in make(dtype=dtype).items()}
+    t = {n: v.requires_grad_() for n, v in make(T=4, dtype=dtype).items()}
     if backend == "triton" and dtype == torch.float64:
         with pytest.raises(ValueError, match="backend 'triton' cannot run this.*not float64"):
             run(form, t, backend=backend)
@@ -321,7 +321,7 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
 @pytest.mark.parametrize("transform", ("grad", "jvp", "vmap", "dual numbers"))
 def test_compiled_transforms_take_the_reference_too(transform, form):
     "The operation has no forward mode: a compiled tangent used to be zero."
-    t = make(T=3, dtype=torch.float64)
+    t = make(T=2, dtype=torch.float64) # a compiler unrolls the steps of the reference
     A, q, u = rates(form, t), t["q"], t["k"]
     scan = lambda q: run(form, t | {"q": q}, A)
     def tangent(q):
@@ -333,7 +333,7 @@ def test_compiled_transforms_take_the_reference_too(transform, form):
     torch._dynamo.reset()
     found, expected = torch.compile(asked, fullgraph=True, backend="aot_eager")(q), asked(q)
     torch.testing.assert_close(found, expected)
-    assert expected.abs().max() > 0.1
+    assert expected.abs().max() > 0.05
 
 
 @pytest.mark.parametrize("form", FORMS)

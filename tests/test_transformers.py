@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("transformers")
 from mixers import every_mixer
+from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -65,7 +66,7 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
 
 
 @every_mixer
-@pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), ((3, 5), 1), ((3, 3, 5), 2)])
+@pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), slow_case((3, 5), 1), ((3, 3, 5), 2)])
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
     "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
     hf, lm = to_transformers(make(name)), make(name)

@@ -78,6 +78,7 @@ def make_suite(folder):
     return Common
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_common_model_tests_of_transformers(suite):
     tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite) if test.id().rsplit(".", 1)[-1] not in SKIPPED]

@@ -196,10 +196,16 @@ def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
 
 
 def test_no_intact_image_is_reported_broken():
-    "RandAugment draws posterize with 0 bits about ten times here, which Pillow 13 refuses."
-    images = batches(repeats=1, batch_size=64, epochs=200).images
-    for place in range(10_000):
+    "Pillow 13 refuses to posterize with 0 bits, which RandAugment draws once in about 600 images: here it only posterizes."
+    images, bits = batches(repeats=1, batch_size=64, epochs=200).images, []
+    augment = next(part for part in images.transform.transforms if isinstance(part, timm.data.auto_augment.RandAugment))
+    augment.ops = [operation for operation in augment.ops if operation.name.startswith("Posterize")]
+    for operation in augment.ops:
+        assert operation.aug_fn is posterize
+        operation.aug_fn = lambda image, kept, **options: bits.append(kept) or posterize(image, kept, **options)
+    for place in range(500):
         assert images[place][1:] == (images.number(place), []) # and not its neighbour
+    assert bits.count(0) > 3
     images.transform = lambda image: image.no_such_method # an error of the augmentation does not mean a broken image
     with pytest.raises(AttributeError, match="no_such_method"):
         images[3]
@@ -275,6 +281,7 @@ def ends_while_loading(out, folder, **options):
     small(out, folder, **options)
 
 
+@pytest.mark.slow
 def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
     "Runs in another process, because torch may later raise the loss of a loading process anywhere."
     options, pool = dict(workers=1, save_every=4, epochs=4), Pool(1, daemon=False)
@@ -402,6 +409,7 @@ def finished(process):
     return process.returncode, output, errors
 
 
+@pytest.mark.slow
 def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_weights(tmp_path):
     folder = filled(tmp_path, 8, 4)
     broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png" # held out: one per process
