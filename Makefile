@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce claims test test-all test-slow faults fuzz browser processor sample versions test-gpu \
+.PHONY: help install reproduce claims test test-all cells test-slow faults fuzz browser processor sample versions test-gpu \
   lab sync outputs docs readme release clean
 
 help: ## list the commands
@@ -52,7 +52,10 @@ test: $(STAMP) ## run notebooks, tests, lint and the export check; ARGS="tests/t
 # One thread per process: two workers share two cores.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2
 
-test-slow: $(STAMP) ## run the tests that `make test` leaves out as too long: processes, compilers, the rest of sweeps
+cells: $(STAMP) ## run the pages with cells that `make test` leaves out: rehearsals of whole experiments
+	@for page in $$(grep -l '"#| slow' nbs/*/*.ipynb); do $(BIN)/nbdev_test --path $$page --flags slow || exit 1; done
+
+test-slow: cells ## run the tests and cells that `make test` leaves out as too long: processes, compilers, the rest of sweeps
 	@$(PYTEST) --dist loadfile -m slow
 
 faults: $(STAMP) ## kill, damage and starve what is stored, at every file operation, and run it again (seeded)
@@ -73,7 +76,7 @@ versions: $(STAMP) ## compile the fast kernels with every Triton from 3.6 on (do
 test-all: test-slow faults fuzz browser processor versions ## run every long check (under two hours and `versions`; `make test` is apart)
 
 SEED ?= 58
-sample: $(STAMP) ## run what CI runs of `make test-all`: one case of every long test, chosen by SEED
+sample: cells ## run what CI runs of `make test-all`: one case of every long test, chosen by SEED
 	@LONGHORN_EVERY=3 $(PYTEST) --dist worksteal -m "slow or faults or release" --sample $(SEED)
 
 test-gpu: ## run every test that needs a GPU with the Python that is found, and write tests/gpu.json
