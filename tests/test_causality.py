@@ -79,7 +79,7 @@ def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
-@pytest.mark.parametrize("gate", (True, False))
+@pytest.mark.parametrize("gate", (True, slow_case(False)))
 @pytest.mark.parametrize("form", FORMS)
 def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
     "In the interpreter."

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sweep import slow_case
 from longhorn_kit.scan.arguments import read_bounds
 from longhorn_kit.scan.op import BACKENDS, FORMS, longhorn_scan, longhorn_step, selective_scan, selective_step
 
@@ -145,7 +146,7 @@ def test_rates_may_have_any_stride(kind, backend):
 
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [slow_case(torch.float16), torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(form, backend, dtype):
     t = {n: v.requires_grad_() for n, v in make(T=4, dtype=dtype).items()}
     if backend == "triton" and dtype == torch.float64:
@@ -317,8 +318,9 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
                 scan(backend)(dual)
 
 
-@pytest.mark.parametrize("form", ("diagonal", "s6"))
-@pytest.mark.parametrize("transform", ("grad", "jvp", "vmap", "dual numbers"))
+@pytest.mark.parametrize("transform, form", [
+    ("grad", "diagonal"), ("jvp", "diagonal"), ("vmap", "diagonal"), ("dual numbers", "diagonal"),
+    ("grad", "s6"), slow_case("jvp", "s6"), slow_case("vmap", "s6"), slow_case("dual numbers", "s6")])
 def test_compiled_transforms_take_the_reference_too(transform, form):
     "The operation has no forward mode: a compiled tangent used to be zero."
     t = make(T=2, dtype=torch.float64) # a compiler unrolls the steps of the reference
