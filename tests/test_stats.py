@@ -1,9 +1,9 @@
 """The one rule for comparisons, against SciPy's own tests and by its words."""
-import math, pytest
+import dataclasses, math, pytest
 from hypothesis import given, strategies as st
 from scipy import stats as reference
 
-from longhorn_kit.lab.stats import LEVEL, SEARCH, WORDS, Comparison, holm, judge, measure
+from longhorn_kit.lab.stats import LEVEL, SEARCH, WORDS, Comparison, holm, judge, measure, show, verdict_table
 
 VALUES = st.lists(st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=3, max_size=9).filter(lambda v: len(set(v)) > 1)
 
@@ -60,3 +60,14 @@ def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
     decided = [any(found.verdict != "undecided" for found in judge([Comparison("x", tuple(row), searched=0) for row in rng.standard_normal((asked, 5))]))
                for _ in range(repeats)]
     assert 0.03 < sum(decided) / repeats < 0.07
+
+
+def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
+    ahead, even = Comparison("a above b", (1.0, 1.1, 0.9), searched=0), Comparison("a above c", (1.0, -1.0, 0.1), searched=0)
+    title, header, rows = verdict_table(list(zip([ahead, even], judge([ahead, even]))))
+    assert (title, header) == ("Verdicts", ["comparison", "difference [95 % interval]", "n", "verdict"])
+    assert [row[0] for row in rows] == ["a above b", "a above c"] and [row[2] for row in rows] == [3, 3]
+    assert rows[0][3].startswith("holds") and rows[1][3].startswith("undecided") and rows[0][1].startswith("+1.0")
+    known = dataclasses.replace(ahead, published=0.5)
+    _, header, rows = verdict_table(list(zip([known, even], judge([known, even]))), "Points")
+    assert header[-1] == "paper" and rows[0][4] == show(0.5, known.unit) and rows[1][4] == ""
