@@ -222,7 +222,7 @@ def layer_and_input(form="diagonal"):
     return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
 
 
-@pytest.mark.parametrize("form, learning", (("diagonal", False), ("exact", True), slow_case("diagonal", True), slow_case("exact", False)))
+@pytest.mark.parametrize("form, learning", (("exact", True), slow_case("diagonal", False), slow_case("diagonal", True), slow_case("exact", False)))
 def test_exports(form, learning, path):
     "With open batch and length; run with gradients or without, whatever it was exported with."
     layer, u = layer_and_input(form)
@@ -500,6 +500,7 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     "Launches of few programs give the bits of one launch."
     from longhorn_kit.scan import triton_portable, triton_portable_backward
