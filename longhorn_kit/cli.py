@@ -173,7 +173,7 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
                if options.fresh or not (out / other.name / options.scale / "record.json").exists()]
     printed = []
     def on_estimate(found):
-        if printed or not (found.left or waiting):
+        if printed or not (found.jobs or waiting):
             return
         from longhorn_kit.lab.run import roughly
         from tqdm import tqdm

@@ -144,8 +144,8 @@ def test_an_interrupt_between_claims_leaves_a_readable_page(here, capsys):
 def printed_times(claim, options, later, *estimates, capsys, out=Path("runs")):
     "Return the lines that a series of estimates prints."
     show = cli.time_printer(claim, options, out, later)
-    for left, whole, workers in estimates:
-        show(Estimate(left, whole, workers))
+    for left, whole, workers, jobs in estimates:
+        show(Estimate(left, whole, workers, jobs))
     return capsys.readouterr().out.splitlines()
 
 
@@ -153,17 +153,20 @@ def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys)
     first, second = fakes.claim(minutes={"laptop": 2}), fakes.claim("second", minutes={"laptop": 3})
     local, slurm = cli.Reproduce(), cli.Reproduce(launcher="slurm")
     # the first claim takes twice its recorded time here, so the second is expected to take 6 minutes
-    lines = printed_times(first, local, (second,), (180, 240, 2), (60, 240, 2), capsys=capsys)
+    lines = printed_times(first, local, (second,), (180, 240, 2, 6), (60, 240, 2, 2), capsys=capsys)
     assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
-    assert printed_times(first, local, (), (20, 60, 1), capsys=capsys) == ["  less than a minute left on this machine (1 job at a time)"]
-    assert printed_times(first, slurm, (), (9000, 9000, 64), capsys=capsys) == ["  about 2 h left after the wait in the queue (up to 64 jobs at a time)"]
-    assert printed_times(first, local, (), (0, 60, 2), capsys=capsys) == []
+    assert printed_times(first, local, (), (20, 60, 1, 1), capsys=capsys) == ["  less than a minute left on this machine (1 job at a time)"]
+    assert printed_times(first, slurm, (), (9000, 9000, 64, 80), capsys=capsys) == ["  about 2 h left after the wait in the queue (up to 64 jobs at a time)"]
+    assert printed_times(first, local, (), (0, 60, 2, 0), capsys=capsys) == []
+    too_short_for_the_clock = (0.0, 0.0, 1, 2)
+    lines = printed_times(first, local, (), too_short_for_the_clock, capsys=capsys)
+    assert lines == ["  less than a minute left on this machine (1 job at a time)"]
     done = here / "runs" / "second" / "laptop"
     done.mkdir(parents=True)
     (done / "record.json").write_text("{}")
-    lines = printed_times(first, local, (second,), (180, 240, 2), capsys=capsys)
+    lines = printed_times(first, local, (second,), (180, 240, 2, 6), capsys=capsys)
     assert lines == ["  about 3 min left on this machine (2 jobs at a time)"]
-    lines = printed_times(first, cli.Reproduce(fresh=True), (second,), (180, 240, 2), capsys=capsys)
+    lines = printed_times(first, cli.Reproduce(fresh=True), (second,), (180, 240, 2, 6), capsys=capsys)
     assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
 
 

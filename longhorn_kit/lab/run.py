@@ -254,6 +254,7 @@ class Estimate:
     left: float  # seconds until its last job ends
     whole: float # seconds for all its jobs, finished ones too, with as many workers
     workers: int # jobs at a time
+    jobs: int    # running or still to start
 
 def time_left(running: list, waiting: list, workers: int) -> float: # seconds of running and of waiting jobs
     "Return the seconds until the last job ends, if every free worker takes the next job."
@@ -279,7 +280,7 @@ def estimate(
     busy = [max(likely[kind_of(settings)] - (now - begun), 0.0) for settings, begun in running]
     left = time_left(busy, [likely[kind_of(settings)] for settings in waiting], workers)
     total = sum(row["seconds"] for row in done) + sum(likely[kind] for kind in kinds)
-    return Estimate(left, total / min(workers, len(done) + len(kinds)), workers)
+    return Estimate(left, total / min(workers, len(done) + len(kinds)), workers, len(kinds))
 
 def roughly(seconds: float) -> str:
     "Write an estimated time in one rounded unit."
@@ -317,7 +318,7 @@ def drive(
                     waiting = [settings for folder, settings in todo.items() if folder not in running]
                     if done:
                         found = estimate(done, started, waiting + later, engine.workers)
-                        bar.set_postfix_str(f"{roughly(found.left)} left" if found.left else "", refresh=False)
+                        bar.set_postfix_str(f"{roughly(found.left)} left" if found.jobs else "", refresh=False)
                         if on_estimate:
                             on_estimate(found)
                     bar.update(len(known) - len(left) - bar.n)
