@@ -371,8 +371,7 @@ def speed() -> str:
 
 def reproduced() -> str:
     "Return the claims that `longhorn reproduce` runs, with their minutes, as a Markdown table."
-    chosen = [claim for claim in claims.all_claims()
-              if claim.module and "laptop" in claim.minutes and "laptop" not in claim.by_name]
+    chosen = [claim for claim in claims.runnable("laptop") if "laptop" not in claim.by_name]
     rows = [[f"`{claim.name}`", claim.statement, f"{claim.minutes['laptop']:g}"] for claim in chosen]
     header = ("claim", "the paper's statement, tested on small models", f"minutes on {PLATFORM['laptop']}")
     return tabulate(rows, header, "github", disable_numparse=True)
