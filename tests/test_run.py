@@ -1,13 +1,14 @@
 """Experiments give the same record on every engine and after every accident."""
 import contextlib, json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import fakes, toy
 from sweep import slow_case
 from longhorn_kit.lab import run as lab_run
-from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.run import Lost, Results, StayingProcesses, run
 from longhorn_kit.records import read_record
 
 TESTS = Path(__file__).parent
@@ -54,12 +55,61 @@ def test_in_this_process_errors_are_raised(tmp_path, monkeypatch):
         run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
 
 
-def test_a_preset_without_processes_goes_on_after_an_error(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def staying(monkeypatch):
+    "Let runs use processes that stay, as on a machine with two GPUs."
+    engine = StayingProcesses(["0", "1"])
+    monkeypatch.setattr(lab_run, "engine_for", lambda *_: engine)
+    return engine
+
+
+def test_processes_that_stay_give_the_same_record(tmp_path, staying, expected):
+    record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
+    assert record["results"] == expected and record["missing"] == 0
+    assert starts(tmp_path) == ["start\n"] * 15
+    processes = [worker.process for worker in staying.processes.values()]
+    assert len(processes) == 2 and not any(process.is_alive() for process in processes)
+
+
+def test_a_process_that_stays_goes_on_after_an_error(tmp_path, staying, monkeypatch, capsys):
     monkeypatch.setenv("TOY_FAILS", "mamba")
-    monkeypatch.setattr("os.cpu_count", lambda: 0) # as a preset on a GPU with `per_gpu = 0`
     record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
     assert record["missing"] == 3 and capsys.readouterr().err.count("ValueError: the toy is broken") == 6
     assert all("Traceback" in note.read_text() for note in tmp_path.glob("jobs/*/error-*.txt"))
+
+
+def test_a_process_that_dies_is_replaced(staying, tmp_path):
+    try:
+        lost = staying.submit(die, None, {"model": "a"}, tmp_path)
+        with pytest.raises(Lost, match="the process ended with code 7"):
+            wait(lost)
+        after = staying.submit(leave_mark, None, {"model": "a"}, tmp_path)
+        assert wait(after) is None and (tmp_path / "mark").exists()
+    finally:
+        staying.close()
+
+
+def die(*_): os._exit(7)
+
+
+def leave_mark(_, settings, folder): (folder / "mark").touch()
+
+
+def wait(job):
+    while not job.done():
+        time.sleep(0.01)
+    return job.result()
+
+
+def test_a_free_process_takes_the_model_that_it_holds():
+    engine = StayingProcesses(["0", "1"])
+    worker = lambda model, free: SimpleNamespace(model=model, free=lambda: free)
+    engine.processes = {"0": worker("a", False), "1": worker("b", True)}
+    jobs = lambda *models: [{"model": model} for model in models]
+    assert engine.choose(jobs("c", "a", "b")) == 2, "its own model first"
+    assert engine.choose(jobs("a", "c")) == 1, "then one that no process holds"
+    assert engine.choose(jobs("a", "a")) == 0
+    assert engine.choose(jobs(*"acccccccb")) == 1, "not far ahead of its turn"
 
 
 def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected):

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ERRORS', 'LOSSES', 'SAME_COST', 'BAR', 'LOST', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread',
-           'Here', 'Lost', 'LocalJob', 'in_process', 'end_with_driver', 'Processes', 'Slurm', 'Dask', 'cluster_library',
-           'kind_of', 'likely_seconds', 'Estimate', 'time_left', 'estimate', 'roughly', 'drive', 'collect', 'stop',
-           'run', 'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
+           'Engine', 'Here', 'Lost', 'LocalJob', 'in_process', 'begin_process', 'end_with_driver', 'Processes',
+           'StayingWorker', 'StayingJob', 'serve', 'StayingProcesses', 'Slurm', 'Dask', 'cluster_library', 'kind_of',
+           'likely_seconds', 'Estimate', 'time_left', 'estimate', 'roughly', 'drive', 'collect', 'stop', 'run',
+           'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
 
 # %% ../../nbs/machine/run.ipynb #run-003
 import hashlib, heapq, json, math, multiprocessing, os, shutil, signal, sys, threading, time, traceback
@@ -100,21 +101,21 @@ def one_thread(gpu: bool = False) -> Iterator[None]:
         torch.set_num_threads(before)
 
 # %% ../../nbs/machine/run.ipynb #run-016
-class Here:
+class Engine:
+    "Base of all engines."
+    def choose(self, waiting: list[dict]) -> int: # settings of jobs, most urgent first
+        "Return the index of the job to start next."
+        return 0
+
+    def close(self) -> None: "End what the engine has started."
+
+class Here(Engine):
     "Run a job at once, in this process."
     workers = 1
 
-    def __init__(self, keeps: bool = False): # keeps: an error is the job's, so that others go on
-        self.keeps = keeps
-
     def submit(self, function: Callable, *arguments: Any) -> Future:
         job = Future()
-        try:
-            job.set_result(function(*arguments))
-        except Exception:
-            if not self.keeps:
-                raise
-            job.set_exception(RuntimeError(traceback.format_exc()[-8000:]))
+        job.set_result(function(*arguments))
         return job
 
 # %% ../../nbs/machine/run.ipynb #run-018
@@ -153,15 +154,19 @@ class LocalJob:
 # %% ../../nbs/machine/run.ipynb #run-019
 def in_process(messages: Any, variables: dict, function: Callable, arguments: tuple) -> None:
     "Run a function in a new process, and send the traceback if it fails."
-    os.environ.update(variables) # before CUDA lists its devices
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_driver, daemon=True).start()
+    begin_process(variables)
     try:
         function(*arguments)
     except BaseException:
         with suppress(OSError): # the driver may be gone
             messages.send(traceback.format_exc()[-8000:])
         sys.exit(1)
+
+def begin_process(variables: dict) -> None:
+    "Prepare a process for jobs: its environment, and its end."
+    os.environ.update(variables) # before CUDA lists its devices
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_driver, daemon=True).start()
 
 def end_with_driver() -> None:
     "Wait until the driver ends, then send SIGTERM to this process, and end it 90 seconds later."
@@ -171,7 +176,7 @@ def end_with_driver() -> None:
     os._exit(1)
 
 # %% ../../nbs/machine/run.ipynb #run-019-3
-class Processes:
+class Processes(Engine):
     "Run every job in a separate process on this machine, on its GPUs in turn."
     def __init__(self,
         workers: int,    # jobs at a time
@@ -193,8 +198,103 @@ class Processes:
         self.jobs.append((gpu, job))
         return job
 
+# %% ../../nbs/machine/run.ipynb #run-019-5
+class StayingWorker:
+    "Process on one GPU that takes one job after another."
+    def __init__(self, context: Any, gpu: str):
+        self.connection, theirs = context.Pipe()
+        variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        self.process = context.Process(target=serve, args=(theirs, variables))
+        self.process.start()
+        theirs.close()
+        self.model = None # of its last job
+        self.job = None
+
+    def free(self) -> bool: return self.job is None or self.job.done()
+
+class StayingJob(LocalJob):
+    "Job of a process that stays."
+    def __init__(self, worker: StayingWorker, function: Callable, arguments: tuple):
+        self.messages = worker.connection
+        self.process = worker.process
+        self.ended = False # the message of its end has been read
+        self.error = None
+        self.messages.send((function, arguments))
+
+    def done(self) -> bool: return self.ended or self.messages.poll() or not self.process.is_alive()
+
+    def result(self) -> None:
+        "Raise the job's error, or `Lost` if its process died."
+        if not self.ended:
+            try:
+                self.error = self.messages.recv()
+            except (EOFError, OSError):
+                self.process.join()
+                raise Lost(f"the process ended with code {self.process.exitcode}") from None
+            self.ended = True
+        if self.error:
+            raise RuntimeError(self.error)
+
+# %% ../../nbs/machine/run.ipynb #run-019-6
+def serve(messages: Any, variables: dict) -> None:
+    "Run functions in this process until the driver closes the connection; send each one's traceback, or None."
+    begin_process(variables)
+    while True:
+        try:
+            function, arguments = messages.recv()
+        except EOFError:
+            return
+        error = None
+        try:
+            function(*arguments)
+        except BaseException:
+            error = traceback.format_exc()[-8000:]
+        with suppress(OSError): # the driver may be gone
+            messages.send(error)
+
+# %% ../../nbs/machine/run.ipynb #run-019-7
+class StayingProcesses(Engine):
+    "Run jobs in one process per GPU, which keeps what it has compiled for a model."
+    AHEAD = 4 # jobs per process among which one is chosen
+
+    def __init__(self, gpus: list[str]): # their numbers
+        kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        self.context = multiprocessing.get_context(kind)
+        self.workers = len(gpus)
+        self.processes = dict.fromkeys(gpus) # GPU -> its process, None before the first job
+
+    def choose(self, waiting: list[dict]) -> int:
+        models = [settings.get("model") for settings in waiting[:self.AHEAD * self.workers]]
+        started = [process for process in self.processes.values() if process]
+        for process in started:
+            if process.free() and process.model in models:
+                return models.index(process.model)
+        held = [process.model for process in started]
+        return next((i for i, model in enumerate(models) if model not in held), 0)
+
+    def submit(self, function: Callable, run_job: Callable, settings: dict, folder: Path) -> StayingJob:
+        model = settings.get("model")
+        free = [gpu for gpu, process in self.processes.items() if process is None or process.free()]
+        same = [gpu for gpu in free if self.processes[gpu] and self.processes[gpu].model == model]
+        unused = [gpu for gpu in free if self.processes[gpu] is None]
+        gpu = (same + unused + free)[0]
+        if self.processes[gpu] is None or not self.processes[gpu].process.is_alive():
+            self.processes[gpu] = StayingWorker(self.context, gpu)
+        process = self.processes[gpu]
+        process.model = model
+        process.job = StayingJob(process, function, (run_job, settings, folder))
+        return process.job
+
+    def close(self) -> None:
+        "End the processes: they leave when their connection closes."
+        for process in filter(None, self.processes.values()):
+            process.connection.close()
+        for process in filter(None, self.processes.values()):
+            process.process.join(90)
+            process.process.kill()
+
 # %% ../../nbs/machine/run.ipynb #run-021
-class Slurm:
+class Slurm(Engine):
     "Run every job as a SLURM job."
     def __init__(self,
         workers: int,  # jobs in the queue at a time
@@ -209,7 +309,7 @@ class Slurm:
     def submit(self, function: Callable, *arguments: Any) -> Any: return self.executor.submit(function, *arguments)
 
 # %% ../../nbs/machine/run.ipynb #run-021-3
-class Dask:
+class Dask(Engine):
     "Run every job on a Dask cluster."
     def __init__(self, workers: int): # jobs at a time
         address = os.environ.get("DASK_SCHEDULER")
@@ -297,7 +397,7 @@ def drive(
     experiment: Experiment,
     config: Any, # its settings
     results: Results,
-    engine: Any, # `Here`, `Processes`, `Slurm` or `Dask`
+    engine: Engine,
     deadline: float = math.inf, # time.time() at which to stop
     on_estimate: Callable[[Estimate], None] | None = None, # called whenever a job has ended
 ) -> int: # jobs that are not done
@@ -323,10 +423,13 @@ def drive(
                             on_estimate(found)
                     bar.update(len(known) - len(left) - bar.n)
                 late = time.time() > deadline
-                for folder in [f for f in todo if f not in running]:
-                    if len(running) < engine.workers and not late:
-                        job = engine.submit(one_job, experiment.run_job, todo[folder], folder)
-                        running[folder] = job, todo[folder], time.monotonic()
+                while len(running) < engine.workers and not late:
+                    waiting = [folder for folder in todo if folder not in running]
+                    if not waiting:
+                        break
+                    folder = waiting[engine.choose([todo[other] for other in waiting])]
+                    job = engine.submit(one_job, experiment.run_job, todo[folder], folder)
+                    running[folder] = job, todo[folder], time.monotonic()
                 if not running or late:
                     return len(left)
                 ended = [folder for folder, (job, _, _) in running.items() if job.done()]
@@ -337,6 +440,7 @@ def drive(
                 time.sleep(0 if changed else 0.05)
         finally: # after an interrupt or the deadline: ask every job to stop, then wait
             stop([job for job, _, _ in running.values()])
+            engine.close()
 
 # %% ../../nbs/machine/run.ipynb #run-024
 def collect(job: Any, settings: dict, folder: Path) -> None:
@@ -431,10 +535,11 @@ def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, op
     gpus = visible_gpus() if on_gpu else []
     if on_gpu and not gpus:
         raise ValueError("this scale needs a GPU, and this machine has none; use scale laptop")
-    keeps = workers is None
-    if keeps:
+    if on_gpu and getattr(config, "stays", False) and workers is None:
+        return StayingProcesses(gpus)
+    if workers is None:
         workers = len(gpus) * getattr(config, "per_gpu", 1) if on_gpu else os.cpu_count()
-    return Processes(workers, gpus, module) if workers else Here(keeps)
+    return Processes(workers, gpus, module) if workers else Here()
 
 def visible_gpus() -> list[str]:
     "Return the numbers of the GPUs that this process may use."
