@@ -199,10 +199,12 @@ def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
                 assert all(map(same_bits, got[2], grads)), i
 
 
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar"))
-def test_padding_behind_a_text_changes_no_output_of_a_layer(name):
+@pytest.mark.parametrize("name, options", [
+    *((name, {}) for name in ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar")),
+    ("longhorn", dict(key_norm=True)), ("longhorn_exact", dict(key_norm=True))])
+def test_padding_behind_a_text_changes_no_output_of_a_layer(name, options):
     torch.manual_seed(0)
-    layer = build_mixer(name, 24).to(DEVICE)
+    layer = build_mixer(name, 24, **options).to(DEVICE)
     u = torch.randn(3, 70, 24, device=DEVICE)
     for autocast in (nullcontext(), torch.autocast(DEVICE, dtype=BF16)):
         with torch.no_grad(), autocast:

@@ -204,10 +204,12 @@ def test_compiles_without_graph_breaks(slots):
     assert torch.equal(one[0], pool) == torch.equal(one[1], pool) == (slots is not None and int(slots) < 0)
 
 
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a"))
-def test_a_layer_steps_in_place(name):
+@pytest.mark.parametrize("name, options", [
+    *((name, {}) for name in ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a")),
+    ("longhorn_exact", dict(key_norm=True))])
+def test_a_layer_steps_in_place(name, options):
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(2, 12, 16, device=DEVICE)
+    layer, h = build_mixer(name, 16, **options).to(DEVICE), torch.randn(2, 12, 16, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
         _, cache = layer.prefill(h[:, :7])
@@ -219,11 +221,12 @@ def test_a_layer_steps_in_place(name):
 
 
 @pytest.mark.parametrize("state_dtype", (None, torch.bfloat16))
-@pytest.mark.parametrize("name", ("longhorn", "mamba", "mamba_input_a"))
-def test_a_layer_serves_from_a_pool(name, state_dtype):
+@pytest.mark.parametrize("name, options", [
+    ("longhorn", {}), ("longhorn", dict(key_norm=True)), ("mamba", {}), ("mamba_input_a", {})])
+def test_a_layer_serves_from_a_pool(name, options, state_dtype):
     "Sequences enter and leave a pool between steps, and no step sees the others."
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 16).to(DEVICE), torch.randn(3, 6, 16, device=DEVICE)
+    layer, h = build_mixer(name, 16, **options).to(DEVICE), torch.randn(3, 6, 16, device=DEVICE)
     pool, alone = layer.empty_cache(4, state_dtype=state_dtype), [layer.empty_cache(1, state_dtype=state_dtype) for _ in h]
     assert pool.S.dtype == (state_dtype or torch.float32)
     plan = [{0: 2}, {0: 2, 1: 3}, {1: 3, 2: 0}, {2: 0}, {0: 2, 1: 3, 2: 0}] # sequence: slot
@@ -313,11 +316,12 @@ def test_gpu_convolution_steps_are_the_convolution(W, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled"))
-def test_gpu_layer_in_a_cuda_graph(name):
+@pytest.mark.parametrize("name, options", [
+    ("longhorn", {}), ("longhorn_exact", {}), ("longhorn_decoupled", {}), ("longhorn_exact", dict(key_norm=True))])
+def test_gpu_layer_in_a_cuda_graph(name, options):
     "A recorded step resumes from the cache, token after token."
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 64).to(DEVICE), torch.randn(3, 12, 64, device=DEVICE)
+    layer, h = build_mixer(name, 64, **options).to(DEVICE), torch.randn(3, 12, 64, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
         _, cache = layer.prefill(h[:, :4])

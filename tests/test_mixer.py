@@ -14,12 +14,20 @@ from sweep import slow_case
 from test_baselines import perturbed
 from longhorn_kit.models import MIXERS, Longhorn, lm
 from longhorn_kit.models.memory import is_plain
-from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_options, register_mixer
+from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_options, register_mixer, to_length
 
 pytestmark = pytest.mark.numeric
 
 
-def make(name, d_model=16, **options): return perturbed(name, d_model, 0.1, **options)
+OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm") # names with an option that is on
+
+
+def make(name, d_model=16, **options):
+    name, _, on = name.partition("+")
+    return perturbed(name, d_model, 0.1, **options | ({on: True} if on else {}))
+
+
+every_layer = every([*NAMES, *OPTIONS])
 
 
 def in_pieces(layer, h, lengths, cache=None):
@@ -46,7 +54,7 @@ def test_shapes(name):
     assert {len(tensor) for known in (layer.empty_cache(3), cache, after) for tensor in known} == {3}
 
 
-@every_mixer
+@every_layer
 @settings(max_examples=6, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6), batch=st.integers(1, 3))
 @example(lengths=[71, 0, 0, 0, 0, 0, 74], batch=2) # across chunks
@@ -178,7 +186,7 @@ def test_odd_sizes_decode_too(name, options):
         torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
 
 
-@every_mixer
+@every_layer
 def test_gradients_flow_through_the_cache(name):
     "Two prefills in a row have the gradients of one pass: the cache passes them on."
     # a normalised key near zero enlarges every rounding of float32
@@ -194,7 +202,7 @@ def test_gradients_flow_through_the_cache(name):
         torch.testing.assert_close(p.grad, whole_weights[n], atol=1e-8, rtol=1e-8, msg=lambda m: f"{n}: {m}")
 
 
-@every_mixer
+@every_layer
 @pytest.mark.parametrize("lengths", [[1, 71, 0, 7, 1, 1, 20], [9]])
 def test_packed_documents_are_documents_alone(name, lengths):
     "Packed documents have the outputs and gradients that they have alone; a bound that comes twice is a document of no tokens."
@@ -206,7 +214,7 @@ def test_packed_documents_are_documents_alone(name, lengths):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
 
 
-@every_mixer
+@every_layer
 def test_a_cache_can_be_continued_twice(name):
     "A cache can be continued twice: `prefill` and `step` return a new cache and leave the given one as it is."
     layer, h = make(name), torch.randn(2, 9, 16)
@@ -219,7 +227,7 @@ def test_a_cache_can_be_continued_twice(name):
         assert torch.equal(layer.step(h[:, 5], cache)[0], first)
 
 
-@every_mixer
+@every_layer
 def test_sequences_of_a_batch_are_independent(name):
     "A sequence has the outputs in a batch that it has alone."
     layer, h = make(name).double(), torch.randn(3, 8, 16, dtype=torch.float64)
@@ -240,6 +248,8 @@ def dense_longhorn(layer, h, form):
                 x += w["conv1d.weight"][:, 0, taps - 1 - j] * raw[t - j, :D]
         x = x * torch.sigmoid(x)
         dt_low_rank, k, q = (w["x_proj.weight"] @ x).split([layer.rank, N, N])
+        if "key_scale" in w:
+            k = w["key_scale"] * k / torch.sqrt((k * k).sum())
         beta = torch.sigmoid(w["b_proj.weight"] @ dt_low_rank + w["b_proj.bias"]).expand(D)
         new = torch.empty_like(S)
         for d in range(D):
@@ -258,8 +268,9 @@ def dense_longhorn(layer, h, form):
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
 @pytest.mark.parametrize("rate", ["vector", "scalar"])
-def test_longhorn_is_the_minimiser_of_its_objective(form, rate):
-    layer, h = make("longhorn", 9, form=form, rate=rate, d_state=3), torch.randn(1, 7, 9, requires_grad=True)
+@pytest.mark.parametrize("key_norm", [False, True])
+def test_longhorn_is_the_minimiser_of_its_objective(form, rate, key_norm):
+    layer, h = make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=key_norm), torch.randn(1, 7, 9, requires_grad=True)
     expected, state = dense_longhorn(layer, h[0], form)
     y, cache = layer.prefill(h)
     torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
@@ -268,6 +279,60 @@ def test_longhorn_is_the_minimiser_of_its_objective(form, rate):
     ours, theirs = (torch.autograd.grad((out * dy).sum(), [*named.values()]) for out in (layer(h)[0], expected))
     for name, a, b in zip(named, ours, theirs, strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm() and b.norm() > 0, name
+
+
+@pytest.mark.parametrize("rate", ["vector", "scalar"])
+@pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
+def test_normalised_keys_are_exact_in_float64(form, rate):
+    "Outputs and all gradients, that of the length included, of the layer and of the plain formula."
+    layer = make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=True).double()
+    h, dy = torch.randn(1, 7, 9, dtype=torch.float64, requires_grad=True), torch.randn(7, 9, dtype=torch.float64)
+    expected, state = dense_longhorn(layer, h[0], form)
+    y, cache = layer.prefill(h)
+    torch.testing.assert_close((y[0], cache.S[0]), (expected, state), atol=1e-12, rtol=1e-11)
+    named = {"input": h, **dict(layer.named_parameters())}
+    ours, theirs = (torch.autograd.grad((out * dy).sum(), [*named.values()]) for out in (layer(h)[0], expected))
+    for name, a, b in zip(named, ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-10 * b.norm() and b.norm() > 0, name
+
+
+def test_keys_get_their_length_and_zeros_stay_zero():
+    "Also where the length in the dtype of the keys would overflow or vanish; a key of zeros passes no gradient."
+    torch.manual_seed(0)
+    k, s = torch.randn(2, 5, 3, dtype=torch.float64), torch.tensor([-1.7], dtype=torch.float64)
+    k[1, 2] = 0
+    inputs = k.requires_grad_(), s.requires_grad_()
+    found = to_length(*inputs)
+    rows = [-1.7 * row / math.sqrt(row @ row) if row.any() else row for row in k.detach().flatten(0, 1)]
+    torch.testing.assert_close(found.flatten(0, 1), torch.stack(rows), atol=1e-14, rtol=1e-14)
+    dk, ds = torch.autograd.grad(found.square().sum() + found.sum(), inputs)
+    assert not dk[1, 2].any() and dk.isfinite().all() and ds.isfinite().all() and ds.any()
+    kept = k.detach()[k.any(-1)].requires_grad_()
+    assert torch.autograd.gradcheck(to_length, (kept, s)) and torch.autograd.gradgradcheck(to_length, (kept, s))
+    for dtype, size in ((torch.float16, 1e4), (torch.float16, 1e-5), (torch.bfloat16, 1e15), (torch.bfloat16, 1e-10)):
+        short = (size * k.detach()[0]).to(dtype)
+        assert to_length(short, s.float()).dtype is dtype
+        assert error(to_length(short, s.float()), to_length(short.double(), s)) < bound(dtype, 1)
+
+
+def test_normalised_keys_are_an_option_with_one_parameter():
+    "Off, the layer is as before: the same weights from the same seed, and no further one in its file."
+    plain, on = (make("longhorn_exact", key_norm=key_norm) for key_norm in (False, True))
+    torch.manual_seed(0)
+    fresh = [build_mixer("longhorn_exact", 16, key_norm=key_norm).state_dict() for key_norm in (False, True)]
+    assert set(fresh[1]) - set(fresh[0]) == {"key_scale"} and fresh[1]["key_scale"].tolist() == [2.0]
+    assert sum(p.numel() for p in on.parameters()) == sum(p.numel() for p in plain.parameters()) + 1
+    half = Longhorn(16, key_norm=True, dtype=torch.bfloat16)
+    assert half.key_scale.dtype is torch.float32 and half.x_proj.weight.dtype is torch.bfloat16
+    h = torch.randn(2, 7, 16)
+    k, beta, eps = on.rates(h)
+    torch.testing.assert_close(k.norm(dim=-1), on.key_scale.abs().expand(2, 7))
+    torch.testing.assert_close(eps, beta / (1 + beta * on.key_scale.square()))
+    assert not plain.rates(h)[0].norm(dim=-1).allclose(on.key_scale.abs())
+    with torch.no_grad():
+        on.key_scale.fill_(3.0)
+        on.x_proj.weight *= 100 # a longer key changes no more than its rate
+    torch.testing.assert_close(on.rates(h)[0].norm(dim=-1), torch.full((2, 7), 3.0))
 
 
 def test_names_choose_form_and_rate_and_belong_to_one_class():
@@ -292,7 +357,7 @@ def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
     torch.testing.assert_close(eps, beta / (1 + beta * k.square().sum(-1, keepdim=True)))
 
 
-@every_mixer
+@every_layer
 def test_state_is_float32_when_weights_are_bfloat16(name):
     "With bfloat16 weights outputs are bfloat16, and a scan's state stays in float32."
     layer, h = make(name).to(torch.bfloat16), torch.randn(2, 6, 16, dtype=torch.bfloat16)
@@ -320,7 +385,7 @@ def test_device_and_dtype_are_arguments_as_in_pytorch(name):
     assert all(p.is_meta and p.dtype is q.dtype for p, q in zip(far, half.parameters()))
 
 
-@every_mixer
+@every_layer
 def test_autocast_trains_and_decodes(name):
     "Under autocast outputs are bfloat16 and close to those in float32, decoding agrees, and every weight gets a finite float32 gradient."
     layer, h = make(name), torch.randn(2, 9, 16)
@@ -367,7 +432,7 @@ def hooked(layer):
     (lambda: build_mixer("longhorn_exact", 16, form="diagonal"), "no option 'form'"),
     *((lambda wrong=wrong: Longhorn(**dict(d_model=16) | wrong), message) for wrong, message in [
         (dict(form="fast"), "form is 'fast'; expected one of diagonal, exact, decoupled"),
-        (dict(rate="matrix"), "rate is 'matrix'; expected vector or scalar"), (dict(d_model=0), "d_model is 0; expected an integer of at least 1"),
+        (dict(rate="matrix"), "rate is 'matrix'; expected vector or scalar"), (dict(key_norm="yes"), "key_norm is 'yes'; expected one of True, False"), (dict(d_model=0), "d_model is 0; expected an integer of at least 1"),
         (dict(d_state=2.5), "d_state is 2.5; expected an integer of at least 1"), (dict(expand=True), "expand is True; expected an integer")]),
     (lambda: make("gla")(torch.randn(2, 4, 16), torch.tensor([0, 4])), r"x has shape \(2, 4, 16\); expected \(1, T, d_model\): with cu_seqlens"),
     (lambda: make("longhorn")(torch.randn(1, 4, 16), torch.tensor([0, 3])), "cu_seqlens ends at 3; expected 4, the length of x"),
@@ -383,8 +448,8 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 
 
 def test_options_are_listed_without_the_fixed_ones():
-    assert mixer_options("longhorn") == ["d_state", "d_conv", "expand", "form", "rate"]
-    assert mixer_options("longhorn_scalar") == ["d_state", "d_conv", "expand", "form"]
+    assert mixer_options("longhorn") == ["d_state", "d_conv", "expand", "form", "rate", "key_norm"]
+    assert mixer_options("longhorn_scalar") == ["d_state", "d_conv", "expand", "form", "key_norm"]
     assert all(issubclass(getattr(mixer, "func", mixer), Mixer) for mixer in MIXERS.values())
 
 

@@ -414,9 +414,11 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     assert len(ids) == len(set(ids)) == sum(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "rwkv5", "rwkv6"])
-def test_language_models_decay_projections_alone(mixer):
-    model = language_model(d_model=32, n_layer=1, mixer=mixer)
+@pytest.mark.parametrize("mixer, options", [
+    *((name, {}) for name in ("longhorn", "longhorn_exact", "mamba", "attention", "rwkv5", "rwkv6")),
+    ("longhorn_exact", dict(key_norm=True))])
+def test_language_models_decay_projections_alone(mixer, options):
+    model = language_model(d_model=32, n_layer=1, mixer=mixer, mixer_options=options)
     decay, modules = parameter_groups(model, 0.1)[0], dict(model.named_modules())
     if mixer.startswith("rwkv"):  # stacked vectors do not decay
         assert decay["names"] and not [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
@@ -426,10 +428,11 @@ def test_language_models_decay_projections_alone(mixer):
     assert {id(p) for p in decay["params"]} == linear - embedded
 
 
-@pytest.mark.parametrize("mixer, special", [
-    ("longhorn", {"conv1d.weight"}), ("mamba", {"conv1d.weight", "A_log"}), ("attention", set()), ("rwkv5", {"mix"})])
-def test_officially_everything_except_vectors_decays(mixer, special):
-    model = language_model(d_model=16, n_layer=1, mixer=mixer)
+@pytest.mark.parametrize("mixer, options, special", [
+    ("longhorn", {}, {"conv1d.weight"}), ("longhorn", dict(key_norm=True), {"conv1d.weight"}),
+    ("mamba", {}, {"conv1d.weight", "A_log"}), ("attention", {}, set()), ("rwkv5", {}, {"mix"})])
+def test_officially_everything_except_vectors_decays(mixer, options, special):
+    model = language_model(d_model=16, n_layer=1, mixer=mixer, mixer_options=options)
     decay, rest = parameter_groups(model, 0.1, "official")
     names = set(decay["names"])
     assert set(parameter_groups(model, 0.1)[0]["names"]) < names >= {"embedding.weight", *(f"blocks.0.mixer.{name}" for name in special)}

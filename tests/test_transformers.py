@@ -32,10 +32,10 @@ def padded(*lengths, side="left", seed=0):
     return tokens, mask, alone
 
 
-@pytest.mark.parametrize("mixer", (*RECURRENT, "attention"))
+@pytest.mark.parametrize("mixer, options", [*((name, {}) for name in (*RECURRENT, "attention")), ("longhorn", dict(key_norm=True))])
 @pytest.mark.parametrize("tied", (True, False))
-def test_logits_and_gradients_are_those_of_the_kit(mixer, tied):
-    lm = make(mixer, tie_embeddings=tied, d_mlp=32)
+def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
+    lm = make(mixer, tie_embeddings=tied, d_mlp=32, mixer_options=options)
     hf, tokens = to_transformers(lm), torch.randint(50, (2, 9))
     out = hf(tokens, labels=tokens)
     logits, loss = lm(tokens[:, :-1], tokens[:, 1:])

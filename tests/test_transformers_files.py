@@ -62,8 +62,9 @@ def in_python_without_the_kit(code, tmp_path):
     return torch.load(tmp_path / "found.pt")
 
 
-def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(tmp_path):
-    folder = export(tmp_path / "hf")
+@pytest.mark.parametrize("options", ({}, dict(key_norm=True)))
+def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(options, tmp_path):
+    folder = export(tmp_path / "hf", mixer_options=options)
     code = f"""
 again = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)
 AutoTokenizer.from_pretrained({str(folder)!r}) # a question would be an end of file here

@@ -13,6 +13,7 @@ from longhorn_kit.scan.reference import reference_scan
 pytestmark = pytest.mark.numeric
 
 NANO = [f"{scan}_vim_nano_patch2_8" for scan in SCANS]
+KINDS = [*((name, {}) for name in NANO), (NANO[0], dict(key_norm=True))]
 ALL = [f"{scan}_vim_{size}" for scan in SCANS for size in vision_timm.SIZES]
 
 
@@ -88,13 +89,13 @@ def test_rates_in_float64_are_not_rounded():
 
 # timm's own model tests, on the small models
 
-@pytest.mark.parametrize("name", NANO)
-def test_forward_and_checkpointing_and_backward_to_every_parameter(name):
-    model = build(name, num_classes=42).eval()
+@pytest.mark.parametrize("name, options", KINDS)
+def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options):
+    model = build(name, num_classes=42, **options).eval()
     x = images(model)
     y = model(x)
     assert y.shape == (2, 42) and not y.isnan().any()
-    assert all(build(name, in_chans=chans)(torch.randn(1, chans, 8, 8)).shape == (1, 10) for chans in (1, 3, 5))
+    assert all(build(name, in_chans=chans, **options)(torch.randn(1, chans, 8, 8)).shape == (1, 10) for chans in (1, 3, 5))
     model.set_grad_checkpointing()
     assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
     model.set_grad_checkpointing(False)
@@ -122,11 +123,11 @@ def test_default_cfg_and_classifier(name):
     assert build(name, num_classes=0)(x).shape == (1, model.num_features)
 
 
-@pytest.mark.parametrize("name", NANO)
-def test_scripted_traced_and_exported_models_agree(name):
+@pytest.mark.parametrize("name, options", KINDS)
+def test_scripted_traced_and_exported_models_agree(name, options):
     from timm.models import get_notrace_functions, get_notrace_modules
     from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
-    model = build(name).eval()
+    model = build(name, **options).eval()
     x = images(model)
     with torch.no_grad():
         y = model(x)
@@ -186,6 +187,7 @@ def test_features_only_and_pruning():
 def test_parameter_groups():
     from timm.models import group_parameters
     from timm.optim import param_groups_weight_decay
+    assert len([n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]) == 4
     model = build("mamba_vim_nano_patch2_8")
     kept = model.no_weight_decay()
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
@@ -223,14 +225,20 @@ def blocks_by_hand(model, x):
             x_ = torch.stack([(padded[:, t:t + 4] * taps.T).sum(1) for t in range(v.shape[1])], 1)
             x_ = torch.nn.functional.silu(x_ + part.conv1d.bias)
             dt_low_rank, k, q = part.x_proj(x_).split(part.sizes, -1)
+            if part.key_scale is not None:
+                k = part.key_scale * k / torch.sqrt((k * k).sum(-1, keepdim=True))
             y, _ = reference_scan(q, k, x_, dt_low_rank @ part.b_proj.weight.T, part.b_proj.bias, part.D_skip)
             total = total + (y.flip(1) if turn else y)
         tokens = tokens + mixer.out_proj(total / 2 * torch.nn.functional.silu(z))
     return model.head(model.norm(tokens)[:, (tokens.shape[1] - 1) // 2])
 
 
-def test_model_equals_the_written_out_equations():
-    model = build(NANO[0]).double().eval()
+@pytest.mark.parametrize("key_norm", (False, True))
+def test_model_equals_the_written_out_equations(key_norm):
+    model = build(NANO[0], key_norm=key_norm).double().eval()
+    for name, parameter in model.named_parameters(): # the two directions do not share a length
+        if name.endswith("key_scale"):
+            parameter.data += torch.randn_like(parameter)
     x = images(model).double()
     assert torch.allclose(model(x), blocks_by_hand(model, x), atol=1e-10)
 
@@ -311,6 +319,8 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     (dict(scan="gru"), "scan is 'gru'; expected one of longhorn, longhorn_exact, mamba"),
     (dict(global_pool="map"), "global_pool is 'map'; expected one of '', 'token'"),
     (dict(class_token=False), "global_pool is 'token'; expected one of '', 'avg'"),
+    (dict(key_norm=2.5), "key_norm is 2.5; expected one of True, False"),
+    (dict(scan="mamba", key_norm=True), "key_norm is True; expected False with scan='mamba'"),
 ])
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
@@ -329,9 +339,9 @@ def test_every_adapter_of_peft_learns(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", NANO)
-def test_gpu_agrees_with_cpu(name):
-    model = build(name).eval()
+@pytest.mark.parametrize("name, options", KINDS)
+def test_gpu_agrees_with_cpu(name, options):
+    model = build(name, **options).eval()
     x = images(model)
     model(x).sum().backward()
     expected, slope = model(x).detach(), model.blocks[0].mixer.in_proj.weight.grad.clone()

@@ -18,23 +18,24 @@ from torch import Tensor, nn
 
 from .memory import (
     bias_apart, convolve, convolve_step, halves, is_plain, product_dtype, weight_of, wide, with_product)
-from ..scan.arguments import check_optional, check_tensor, documented, shown
+from ..scan.arguments import check_choice, check_optional, check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..theory.closed_forms import effective_rate_from_logits
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-c
 Device = torch.device | str | None
 Dtype = torch.dtype | None
+WIDE = ("A_log", "D_skip", "key_scale") # ends of names
 
 def placed(cls: type) -> type:
-    "Let a class take `device` and `dtype`; `A_log` and `D_skip` stay at least float32."
+    "Let a class take `device` and `dtype`; the parameters in `WIDE` stay at least float32."
     build = cls.__init__
     @wraps(build)
     def init(self, *args, device=None, dtype=None, **options):
         with nullcontext() if device is None else torch.device(device):
             build(self, *args, **options)
         for n, p in self.named_parameters() if dtype else ():
-            p.data = p.data.to(torch.promote_types(dtype, torch.float32 if n.endswith(("A_log", "D_skip")) else dtype))
+            p.data = p.data.to(torch.promote_types(dtype, torch.float32 if n.endswith(WIDE) else dtype))
     cls.__init__ = init
     return cls
 
@@ -221,6 +222,17 @@ class ScanMixer(ScanProjections):
         y, S = self.scan_step(*inputs, cache.S, **options)
         return self.out_proj(y), cache if inplace else ScanCache(past, S)
 
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-043-c
+def to_length(
+    k: Tensor, s: Tensor, # (..,N) keys, (1,) their new length
+    shortest: float = 1e-12, # a shorter key counts as zero
+) -> Tensor: # (..,N) contiguous
+    "Return `s k / |k|` of equation (7)."
+    long = wide(k)
+    length = torch.linalg.vector_norm(long, dim=-1, keepdim=True)
+    inverse = (length > shortest) / length.clamp(min=shortest)
+    return (long * (s * inverse)).to(k.dtype)
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
 @register_mixer("longhorn_scalar", rate="scalar")
 @register_mixer("longhorn_decoupled", form="decoupled")
@@ -236,6 +248,7 @@ class Longhorn(ScanMixer):
         expand: int = 2,        # d_inner / d_model
         form: str = "diagonal", # the paper's layer, "exact" or "decoupled"
         rate: str = "vector",   # a step size per channel; "scalar": one for all
+        key_norm: bool = False, # k <- s k / |k|, with a learnt s; this kit's option, not the paper's
         *, device: Device = None, dtype: Dtype = None, # of the parameters
     ):
         super().__init__(d_model, d_state, d_conv, expand)
@@ -243,9 +256,17 @@ class Longhorn(ScanMixer):
             raise ValueError(f"form is {form!r}; expected one of {', '.join(FORMS)}")
         if rate not in ("vector", "scalar"):
             raise ValueError(f"rate is {rate!r}; expected vector or scalar")
-        self.form, self.rate = form, rate
+        check_choice("key_norm", key_norm, (True, False))
+        self.form, self.rate, self.key_norm = form, rate, key_norm
+        self.key_scale = nn.Parameter(torch.full((1,), 2.0)) if key_norm else None
         self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
         nn.init.zeros_(self.b_proj.bias)
+
+    def split_x_proj(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, dt_low_rank = super().split_x_proj(x)
+        if self.key_norm:
+            k = to_length(k, self.key_scale)
+        return q, k, dt_low_rank
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
         run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)

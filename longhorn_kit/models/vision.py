@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .baselines import time_step_bias
 from .memory import bias_apart, is_plain, wide
-from .mixer import Device, Dtype, placed
+from .mixer import Device, Dtype, placed, to_length
 from .vision_timm import VisionTools, register_models, timm
-from ..scan.arguments import documented, exporting
+from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
 
@@ -61,7 +61,7 @@ SCANS = ("longhorn", "longhorn_exact", "mamba")
 class Direction(nn.Module):
     "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
-    def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str):
+    def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str, key_norm: bool):
         super().__init__()
         self.sizes, self.scan = [rank, d_state, d_state], scan
         self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1)
@@ -70,6 +70,7 @@ class Direction(nn.Module):
         self.D_skip = nn.Parameter(torch.ones(d_inner))
         rates = torch.arange(1.0, d_state + 1).log().repeat(d_inner, 1)
         self.A_log = nn.Parameter(rates) if scan == "mamba" else None
+        self.key_scale = nn.Parameter(torch.full((1,), 2.0)) if key_norm else None
         self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
 
     def call_conv(self, u: Tensor): return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
@@ -81,6 +82,8 @@ class Direction(nn.Module):
             plain = is_plain(self.conv1d) or not isinstance(self.conv1d.weight, Tensor) # torch.fx has proxies
             x = vision_conv(u, self.conv1d.weight, self.conv1d.bias) if plain else self.call_conv(u)
         dt_low_rank, k, q = self.x_proj(x).split(self.sizes, -1)
+        if self.key_scale is not None:
+            k = to_length(k, self.key_scale)
         k, q = k.contiguous(), q.contiguous() # the scan reads whole rows
         skip, A_log, scan = self.D_skip, self.A_log, self.scan
         if torch.jit.is_scripting():
@@ -93,14 +96,18 @@ class Direction(nn.Module):
 class TwoWayMixer(nn.Module):
     "Mixer of a block, equation (2): (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int, scan: str = "longhorn", d_state: int = 16, d_conv: int = 4, expand: int = 2):
+    def __init__(self, d_model: int, scan: str = "longhorn", d_state: int = 16, d_conv: int = 4, expand: int = 2,
+                 key_norm: bool = False):
         super().__init__()
         if scan not in SCANS:
             raise ValueError(f"scan is {scan!r}; expected one of {', '.join(SCANS)}")
+        check_choice("key_norm", key_norm, (True, False))
+        if key_norm and scan == "mamba":
+            raise ValueError("key_norm is True; expected False with scan='mamba'")
         d_inner, rank, self.d_state = expand * d_model, math.ceil(d_model / 16), d_state
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=False)
-        self.ahead = Direction(d_inner, rank, d_state, d_conv, scan)
-        self.back = Direction(d_inner, rank, d_state, d_conv, scan)
+        self.ahead = Direction(d_inner, rank, d_state, d_conv, scan, key_norm)
+        self.back = Direction(d_inner, rank, d_state, d_conv, scan, key_norm)
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -180,6 +187,7 @@ class VisionLonghorn(VisionBase):
         embed_dim: int = 192, depth: int = 24, # width, blocks
         scan: str = "longhorn",       # a name in `SCANS`
         d_state: int = 16,            # N
+        key_norm: bool = False,       # as in `Longhorn`, with a length per direction; not for Mamba's scan
         class_token: bool = True,     # needed by global_pool="token"
         fc_norm: bool | None = None,  # norm after pooling, not before; None: unless pooling takes the token
         dynamic_img_size: bool = False, # take images of any size, interpolating positions
@@ -196,7 +204,8 @@ class VisionLonghorn(VisionBase):
         self._embed(img_size, patch_size, in_chans, embed_dim, class_token, dynamic_img_size, dynamic_img_pad)
         self._check_pool(global_pool)
         rates = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
-        self.blocks = nn.Sequential(*(VimBlock(embed_dim, rate, scan=scan, d_state=d_state) for rate in rates))
+        options = dict(scan=scan, d_state=d_state, key_norm=key_norm)
+        self.blocks = nn.Sequential(*(VimBlock(embed_dim, rate, **options) for rate in rates))
         info = dict(num_chs=embed_dim, reduction=patch_size)
         self.feature_info = [dict(module=f"blocks.{i}", **info) for i in range(depth)]
         late = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm

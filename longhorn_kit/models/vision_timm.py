@@ -68,7 +68,7 @@ class VisionTools(VisionWeights):
 
     @torch.jit.ignore
     def no_weight_decay(self):
-        kept = ("pos_embed", "cls_token", "A_log", "D_skip")
+        kept = ("pos_embed", "cls_token", "A_log", "D_skip", "key_scale")
         return {name for name, _ in self.named_parameters() if name.split(".")[-1] in kept}
 
     @torch.jit.ignore
