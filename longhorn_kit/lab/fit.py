@@ -66,14 +66,18 @@ def fit(
     clip: float = math.inf,   # largest norm of the gradient
     bf16: bool = False,       # matrix products in bfloat16
     watch: Callable | None = None, # called with the measures of every point; True stops the training
+    first: list | None = None, # gets the measures of the first steps
+    first_steps: int = 50,     # as many
     log_every: int = 50,      # steps per point of the curve
 ) -> tuple[list[int], Tensor]: # steps (points,), measures (points, ...)
     "Train a model, and return its learning curve: the measures, averaged over every `log_every` steps."
     on_gpu, inputs, total = next(model.parameters()).device.type == "cuda", [], []
     graph, at, curve, groups = None, [], [], groups or parameter_groups(model, weight_decay)
     take, optimizer = make_step(model, loss_fn, inputs, lr, groups, betas, clip, bf16)
+    last = [] # measures of the last step; a graph writes them to the same place every time
     def step():
         measures = take()
+        last[:] = [measures]
         total[:] = total or [torch.zeros_like(measures)]
         total[0] += measures
     with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
@@ -85,6 +89,8 @@ def fit(
             set_lr(optimizer, fit_lr(number, steps, warmup, lr, min_lr_ratio))
             graph = capture(step) if on_gpu and number == 3 else graph # None if an operation cannot be recorded
             graph.replay() if graph else step()
+            if first is not None and number < first_steps:
+                first.append(last[0].clone())
             if (number + 1) % log_every == 0 or number + 1 == steps:
                 at.append(number + 1)
                 curve.append((total[0] / (at[-1] - (at[-2] if len(at) > 1 else 0))).cpu())
