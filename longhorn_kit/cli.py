@@ -6,8 +6,8 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'Reproduce', 'Prepare', 'known', 'TrainLM', 'TrainVision', 'accuracies', 'EvalVision',
-           'parse', 'fail', 'several_processes', 'agreed', 'main']
+           'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision', 'accuracies',
+           'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -378,6 +378,21 @@ class Prepare:
                   f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}")
         print(f"prepared: {corpus.folder}")
 
+# %% ../nbs/machine/cli.ipynb #cli-033-3
+@dataclass
+class HoldOut:
+    "Copy a text of NAME.train.txt and NAME.val.txt, with long documents moved to NAME.long.txt.xz."
+    folder: tyro.conf.Positional[str] # folder of the text, its files compressed or not
+    out: tyro.conf.Positional[str]    # folder to make
+    count: int = 100                  # documents to move, in equal shares of the names
+    least: int = 16384                # bytes of a long document
+
+    def __call__(self):
+        from longhorn_kit.lab.data import hold_out_long
+        for name, (documents, size) in hold_out_long(**vars(self)).items():
+            print(f"{name}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
+        print(f"written: {self.out}")
+
 # %% ../nbs/machine/cli.ipynb #cli-035
 def known(kind: str, name: str, names: Iterable[str]) -> None:
     "Raise `UsageError` with the nearest known name if a name is unknown."
@@ -497,7 +512,7 @@ class EvalVision:
 # %% ../nbs/machine/cli.ipynb #cli-047
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
             "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision,
-            "eval-vision": EvalVision}
+            "eval-vision": EvalVision, "hold-out": HoldOut}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,

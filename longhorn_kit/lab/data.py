@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'file_documents', 'matching_files',
            'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer', 'get_tokenizer', 'holds_whole',
-           'pieces_of', 'Sampler']
+           'pieces_of', 'hold_out_long', 'Sampler']
 
 # %% ../../nbs/machine/data.ipynb #data-003
-import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, sys, sysconfig, zlib
+import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, shutil, sys, sysconfig, zlib
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 import numpy as np
 
-from ..records import plural
+from ..records import atomic_folder, plural
 
 # %% ../../nbs/machine/data.ipynb #data-007
 PACKAGES = ("asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
@@ -115,20 +115,28 @@ def file_trouble(path):
         raise ValueError(f"{path} cannot be decompressed: {error}") from None # also an OSError of pyarrow
 
 # %% ../../nbs/machine/data.ipynb #data-027-2
-def text_documents(path):
-    "Yield the documents of a text file as (name, text)."
-    lines, number = [], 1
+def marked_documents(path):
+    "Yield the documents of a text file as byte strings (text, end mark with its newlines); joined they are the file."
+    lines = []
     with open_text(path) as stream:
         for line in stream:
+            lines.append(line)
             if line.rstrip(b"\r\n") != b"<|endoftext|>":
-                lines.append(line)
                 continue
-            text, lines = b"".join(lines).removesuffix(b"\n").removesuffix(b"\r"), []
-            if text.strip():
-                yield f"{path.name}#{number}", normalise(text, f"{path} (document {number})")
-                number += 1
-    if b"".join(lines).strip():
-        yield f"{path.name}#{number}", normalise(b"".join(lines), str(path))
+            text = b"".join(lines[:-1]).removesuffix(b"\n").removesuffix(b"\r")
+            yield text, b"".join(lines)[len(text):]
+            lines = []
+    if lines:
+        yield b"".join(lines), b""
+
+def text_documents(path):
+    "Yield the documents of a text file as (name, text)."
+    number = 1
+    for text, mark in marked_documents(path):
+        if text.strip():
+            where = f"{path} (document {number})" if mark else str(path)
+            yield f"{path.name}#{number}", normalise(text, where)
+            number += 1
 
 # %% ../../nbs/machine/data.ipynb #data-027b
 def found_column(columns, column, place): # column: "text" also matches "content"
@@ -395,6 +403,70 @@ def pieces_of(
     cut = round(len(text) * (1 - fraction))
     cut = text.find("\n", cut, -1) + 1 or cut # not the last one: both parts need text
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
+
+# %% ../../nbs/machine/data.ipynb #data-long-2
+def long_documents(path, least):
+    "Return (hash, number, bytes) of every document of at least `least` bytes, in the order of the hashes."
+    documents = []
+    with file_trouble(path):
+        for number, (text, _) in enumerate(marked_documents(path)):
+            if len(text) >= least:
+                documents.append((hashlib.sha256(text).hexdigest(), number, len(text)))
+    return sorted(documents)
+
+def choose_long(known, count): # known: file -> `long_documents` of it
+    "Return the chosen documents of every file: equal shares, or more from others if a file has too few."
+    share = -(-count // len(known))
+    chosen = {path: documents[:share] for path, documents in known.items()}
+    missing = count - sum(map(len, chosen.values()))
+    rest = sorted((document, path) for path, documents in known.items() for document in documents[share:])
+    for document, path in rest[:max(0, missing)]:
+        chosen[path].append(document)
+    return chosen
+
+# %% ../../nbs/machine/data.ipynb #data-long-4
+def write_apart(path, numbers, rest, long): # numbers: of the documents that move from file `path`
+    "Write the documents with these numbers to file `long` and all others to file `rest`."
+    with lzma.open(rest, "wb", preset=9) as others, lzma.open(long, "wb") as moved:
+        for number, (text, mark) in enumerate(marked_documents(path)):
+            if number in numbers:
+                moved.write(text + SEPARATOR.encode())
+            else:
+                others.write(text + mark)
+
+# %% ../../nbs/machine/data.ipynb #data-long-5
+def hold_out_long(
+    folder: str | Path,      # with NAME.train.txt and NAME.val.txt, compressed or not
+    out: str | Path,         # folder to make
+    count: int = 100,        # documents to hold out, in equal shares of the names
+    least: int = 16 * 1024,  # bytes of a long document
+) -> dict:                   # NAME -> (documents, bytes) that were moved
+    "Copy a text, and move long documents from training files to NAME.long.txt.xz; ValueError or OSError."
+    folder, out = Path(folder).expanduser(), Path(out).expanduser()
+    files = sorted(folder.glob("*.train.txt*"))
+    if count < 1 or least < 1:
+        raise ValueError(f"count is {count} and least is {least}; both must be at least 1")
+    if not files:
+        raise FileNotFoundError(f"{folder} has no file NAME.train.txt")
+    if list(folder.glob("*.long.txt*")):
+        raise ValueError(f"{folder} already holds out long documents, in NAME.long.txt")
+    if out.exists():
+        raise FileExistsError(f"{out} exists; name a new folder")
+    chosen = choose_long({path: long_documents(path, least) for path in files}, count)
+    total = sum(map(len, chosen.values()))
+    if total < count:
+        raise ValueError(f"{folder} has {plural(total, 'document')} of at least {plural(least, 'byte')}; "
+                         f"{count:,} were to be held out")
+    with atomic_folder(out) as new:
+        for path in folder.iterdir():
+            if path.is_file() and path not in files:
+                shutil.copyfile(path, new / path.name)
+        for path, documents in chosen.items():
+            name = path.name.split(".train.txt")[0]
+            numbers = {number for _, number, _ in documents}
+            write_apart(path, numbers, new / f"{name}.train.txt.xz", new / f"{name}.long.txt.xz")
+    return {path.name.split(".train.txt")[0]: (len(documents), sum(size for *_, size in documents))
+            for path, documents in chosen.items()}
 
 # %% ../../nbs/machine/data.ipynb #data-106-hash
 def fingerprint(tokens):

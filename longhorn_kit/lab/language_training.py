@@ -7,7 +7,7 @@ __all__ = ['new_model', 'save_lm', 'tokens_hash', 'fit', 'train_lm']
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n04
 import glob, hashlib, json, shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -43,15 +43,31 @@ class Texts:
     "A text to train on, and each domain's held-out part."
     corpus: Corpus
     domains: dict # name -> (token ids (M,), bytes of text that they stand for)
+    long: dict = field(default_factory=dict) # name -> token ids (M,) of long held-out documents, without end marks
 
     def summary(self) -> dict:
         "Return the summary of the text for a record."
-        return {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
-                "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
-                "train_tokens": len(self.corpus.train),
-                "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
+        parts = {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
+                 "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
+                 "train_tokens": len(self.corpus.train),
+                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
+        if self.long:
+            parts["long"] = {name: self.long_summary(documents) for name, documents in self.long.items()}
+        return parts
+
+    def long_summary(self, documents: list) -> dict: # documents: of a name in `long`
+        "Return number, bytes (one per end mark) and a short hash of long documents."
+        tokenizer = self.corpus.tokenizer
+        tokens = np.concatenate([part for document in documents for part in (document, [tokenizer.end])])
+        size = int(tokenizer.sizes[tokens.astype(np.int64)].sum())
+        digest = hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()[:16]
+        return {"documents": len(documents), "bytes": size, "sha256": digest}
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n10
+def encoded(path: Path, tokenizer) -> list:
+    "Return the token ids (M,) of every document of a file, without end marks."
+    return [tokenizer.encode(text) for _, text in file_documents(path)]
+
 def tokens_of(path: Path, tokenizer) -> tuple: # -> token ids (M,), bytes
     "Return a file's tokens with end marks, and its bytes, one per mark."
     texts = [text for _, text in file_documents(path)]
@@ -61,14 +77,14 @@ def tokens_of(path: Path, tokenizer) -> tuple: # -> token ids (M,), bytes
 # %% ../../nbs/machine/language_training.ipynb #34_language-012
 @lru_cache(maxsize=2)
 def open_texts(
-    source: str = "stdlib",   # a folder with NAME.train.txt and NAME.val.txt, or as for `prepare`
+    source: str = "stdlib",   # a folder with NAME.train.txt, NAME.val.txt and maybe NAME.long.txt; or as for `prepare`
     tokenizer: str = "bytes",
     val: int | None = None, # see `LMPreset`; not for a folder
     **options,                # of `prepare`, unless the source is a folder
 ) -> Texts:
     "Open a text, from the cache if possible; ValueError or OSError if it fails."
     folder = Path(source).expanduser()
-    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
+    trained, held, long = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val", "long"))
     if source == "stdlib" or not glob.glob(trained) or (folder / "train.bin").exists(): # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
         tokens, size = stretches(corpus.val, val), corpus.index["val"]["bytes"]
@@ -77,7 +93,8 @@ def open_texts(
         tokenizer = f"gpt2:{folder}"
     corpus = prepare(trained, tokenizer, held)
     parts = {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)}
-    return Texts(corpus, parts)
+    long_files = sorted(map(Path, glob.glob(long)))
+    return Texts(corpus, parts, {path.name.split(".long.")[0]: encoded(path, corpus.tokenizer) for path in long_files})
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
