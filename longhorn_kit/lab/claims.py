@@ -19,7 +19,7 @@ from types import ModuleType
 import longhorn_kit.lab
 from .compare import (
     EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_rewritten,
-    about_vision, compare_language, compare_length, compare_mqar, compare_needles, compare_recall,
+    about_states, about_vision, compare_language, compare_length, compare_mqar, compare_needles, compare_recall,
     compare_designs, compare_states, compare_times, compare_tokens, compare_training,
     compare_vision, no_fast_kernel, reads)
 from .plan import (
@@ -48,11 +48,16 @@ class Claim:
     later: str = "" # path of a newer record of times, which `timed` gets as its second argument
     settled: Callable | None = None # () -> list of (Comparison, Judgement), without a run
     basis: str = "published"        # of `settled`: a key of `BASES`
-    no_verdict: str = ""            # why no run of it can get a verdict
+    limits: dict = field(default_factory=dict) # scale -> why a run of it gets no verdict
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
     by_name: tuple = ()             # scales at which it runs only if named
     stages: int = 1                 # looks at the results; they share the 5 % level
     commands: dict = field(default_factory=dict) # scale or variant -> command, if it is not `reproduce`
+
+    @property
+    def has_code(self) -> bool:
+        "Tell whether any code reads evidence for this claim."
+        return bool(self.compare or self.timed or self.settled)
 
 SCALES = ("laptop", "gpu", "paper")
 PLATFORM = {"laptop": "two CPU cores with AVX-512, twice as long without", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
@@ -96,7 +101,8 @@ _also_small = lambda compare: lambda record, group: compare(record, group, "lapt
 _exact_below_diagonal = partial(compare_language, pairs=(("longhorn_exact", "longhorn"),))
 _OTHERS = ("retnet", "rwkv5", "rwkv6") # which the official code trains too
 _mamba_below_its_variant = partial(compare_language, pairs=(("mamba", "mamba_input_a"),), sizes="350M")
-LANGUAGE = dict(reads="language", about=about_language, minutes={"gpu": 260, "paper": 2500}, no_verdict=_ONE_RATE)
+LANGUAGE = dict(reads="language", about=about_language, minutes={"gpu": 260, "paper": 2500},
+                limits=dict.fromkeys(SCALES[1:], _ONE_RATE))
 CLAIMS = [
     Claim(
         name="one-pass", source=THREAD, published="nats per token, another text and size: Longhorn 0.013 below Mamba",
@@ -151,7 +157,8 @@ CLAIMS = [
         rule="lower held-out loss at matched parameters after one pass over the text, for every pair",
         module="longhorn_kit.lab.language", about=about_language,
         compare=reads("once", longhorn_below("mamba", "attention", "gla")),
-        minutes={"laptop": 2.5, "gpu": 260, "paper": 2500}, by_name=("gpu", "paper"), no_verdict=_ONE_RATE,
+        minutes={"laptop": 2.5, "gpu": 260, "paper": 2500}, by_name=("gpu", "paper"),
+        limits=dict.fromkeys(SCALES, _ONE_RATE),
         commands={scale: f"LONGHORN_TEXT=FOLDER longhorn reproduce language --scale {scale}" for scale in SCALES[1:]}),
     Claim(
         name="exact-language", **_KIT,
@@ -271,6 +278,7 @@ CLAIMS += [
         statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",
         rule="a higher mean score over the same six sets; in the published table, a higher score on every set",
         settled=lambda: [higher_on_all(reading) for reading in ("read once", "read twice")],
+        limits={"paper": "it trains one model of each kind, so the published scores decide"},
         commands={"paper": train_all("slimpajama-1.3b", "longhorn", "mamba", then="longhorn eval --model {run} "
             "--tasks recall --read both")}),
     Claim(
@@ -288,14 +296,15 @@ CLAIMS += [
     Claim(
         name="larger-state", **_KIT, reads="mqar",
         statement="A larger state recalls better (64 pairs in 512 tokens, d_model 64).",
-        rule="higher accuracy with N = 32, 64 and 128 than with 16", compare=compare_states),
+        rule="higher accuracy with N = 32, 64 and 128 than with 16", compare=compare_states,
+        about=about_states),
     Claim(
         name="vision", source="Vision Mamba's code",
         published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)",
         statement="In Vision Mamba's model, Longhorn is as good as Mamba or better on ImageNet.",
         rule="top-1 accuracy at most 0.5 points below that of the same model with Mamba's scan, trained the same way",
         module="longhorn_kit.lab.vision", compare=compare_vision, about=about_vision,
-        minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",), no_verdict=_ONE_RATE,
+        minutes={"laptop": 2, "gpu": 22}, by_name=("laptop",), limits=dict.fromkeys(SCALES, _ONE_RATE),
         commands={"paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"}),
 ]
 
