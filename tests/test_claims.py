@@ -57,6 +57,14 @@ def test_kernel_rows_follow_the_times(claim, ms, words):
     assert [found.verdict for _, found in claims.find_claim(claim).timed(kernel_record(**ms))] == words
 
 
+def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
+    why = [found.why for _, found in claims.find_claim("kernel-official").timed(kernel_record())]
+    assert all("no versions, commit, spread or raw log" in why[i] for i in (0, 2)) and "no commit, spread" in why[1]
+    official, ours = claims.find_claim("kernel-time").timed(kernel_record())
+    assert "nothing in the repository runs that code" in official[1].why and not ours[1].why
+    assert not compare.no_fast_kernel(kernel_record())[0][1].why
+
+
 def test_a_claim_that_holds_at_one_shape_only_is_undecided():
     uneven = kernel_record()
     uneven["rows"][0]["forward_ms"] = 3.0
@@ -107,6 +115,9 @@ def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
     cells = [cell(name, [0.9], rates=rates, state_bytes=0) for name, rates in tried.items()]
     told = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
     assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in told
+    for name in ("mqar", "exact-mqar", "larger-state"):
+        assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about({"settings": {}, "results": {"cells": cells}})
+    assert "two rows are about different cells and cannot be compared" in told
 
 
 def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():

@@ -7,9 +7,9 @@ import pytest
 
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
-from longhorn_kit.lab.forest import WIDE, axis, forest, inline, picture
+from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.front import front
-from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_text, section
+from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_summary, ledger_text, section
 from longhorn_kit.lab.plan import models_of
 from longhorn_kit.lab.stats import Comparison, judge
 from longhorn_kit.records import read_record, records_root, write_record
@@ -34,7 +34,7 @@ def words(rows):
 
 def test_nothing_ran(three_claims, tmp_path):
     rows = ledger(tmp_path / "missing", tmp_path / "missing too")
-    assert words(rows) == ["not run"] * 3
+    assert words(rows) == ["not run", "no code", "not run"] # nothing judges the second
     assert rows[0].command == "longhorn reproduce fake --scale laptop" and "1 min on two CPU cores" in rows[0].judgement.why
     assert rows[1].command == "" == rows[2].command
 
@@ -95,7 +95,7 @@ def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
     put(tmp_path / "runs", fakes.record(results={"score": -1}))
     write_record(tmp_path / "results" / "fake" / "laptop.json", fakes.record())
     rows = ledger(tmp_path / "runs", tmp_path / "results")
-    assert words(rows) == ["does not hold", "holds", "not run", "does not hold", "holds"] and rows[0].file == "runs/fake/laptop/record.json"
+    assert words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"] and rows[0].file == "runs/fake/laptop/record.json"
     text = str(rows)
     assert text.count("The fake claim") == 1 and "-1.0 points" in text and "+2.0 points" in text
 
@@ -106,7 +106,7 @@ def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
 def test_damaged_record_is_a_row_and_not_a_crash(three_claims, tmp_path, content):
     put(tmp_path, content)
     rows = ledger(tmp_path, tmp_path / "none")
-    assert words(rows) == ["cannot be judged", "not run", "cannot be judged"]
+    assert words(rows) == ["cannot be judged", "no code", "cannot be judged"]
     assert "record" in rows[0].judgement.why and "\n" not in rows[0].judgement.why
     assert "record.json" in ledger_text(rows) and "record.json" in rows._repr_html_()
 
@@ -220,21 +220,30 @@ def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tm
     assert {row.judgement.verdict for row in rows if row.claim.name != "language"} == {"not run"}
 
 
-def test_a_row_says_why_no_run_of_it_can_get_a_verdict(monkeypatch, tmp_path):
+def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(monkeypatch, tmp_path):
     recipe = fakes.claim("recipe", module=None, compare=None, minutes={}, commands={"paper": "longhorn train-lm"})
     idea = fakes.claim("idea", module=None, compare=None, minutes={})
-    one_rate = fakes.claim("one-rate", no_verdict="one learning rate")
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, one_rate])
-    why = {row.claim.name: row.judgement.why for row in ledger(tmp_path, tmp_path)}
-    assert why == {"fake": f"about 1 min on {claims.PLATFORM['laptop']}", "recipe": "the full recipe; no code judges its runs",
-                   "idea": "no code runs it yet", "one-rate": f"about 1 min on {claims.PLATFORM['laptop']}; one learning rate"}
+    limited = fakes.claim("limited", limits={"laptop": "one seed of each model"})
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, limited])
+    rows = ledger(tmp_path, tmp_path)
+    why = {row.claim.name: (row.judgement.verdict, row.judgement.why) for row in rows}
+    cost = f"about 1 min on {claims.PLATFORM['laptop']}"
+    assert why == {"fake": ("not run", cost), "recipe": ("no code", "the full recipe; no code judges its runs"),
+                   "idea": ("no code", "no code runs or judges it"), "limited": ("not run", f"{cost}; one seed of each model")}
+    assert ledger_summary(rows) == "4 claims, 4 rows: 2 × not run, 2 × no code"
+    assert [line["verdict"] for line in json.loads(ledger_json(rows))] == ["not run", "no code", "no code", "not run"]
+    html, text = rows._repr_html_(), str(rows)
+    assert html.count("verdict no-code") == 2 == html.count("verdict not-run") and text.count("no code ") >= 2
+    assert "| no code (no code runs or judges it)" in ledger_markdown(rows)
+    assert len({mark(5, 5, word) for word in ("undecided", "no code", "cannot be judged")}) == 3
+    style = (records_root() / "longhorn_kit/lab/report.css").read_text()
+    assert re.search(r"^\.no-code::before", style, re.M)
 
 
-def test_a_claim_with_that_limit_gets_no_verdict_from_any_record_and_the_others_say_nothing():
+def test_only_the_claims_without_code_say_so():
     rows = ledger("recorded runs only")
-    limited = {claim.name for claim in claims.all_claims() if claim.no_verdict}
-    decided = [row for row in rows if row.judgement.verdict in ("holds", "does not hold", "undecided")]
-    assert limited and not limited & {row.claim.name for row in decided}
+    assert {row.claim.name for row in rows if row.judgement.verdict == "no code"} == {
+        "one-pass-width", "language-size", "language-350m", "sample-efficiency-size", "downstream", "value-projection", "step-size", "heads"}
 
 
 @pytest.mark.parametrize("name, basis, words", [
@@ -253,7 +262,6 @@ def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_p
 
 
 def test_counts_agree_with_their_nouns():
-    from longhorn_kit.lab.ledger import Row, ledger_summary
     rows = [Row(fakes.claim()), Row(fakes.claim()), Row(fakes.claim("second"))]
     assert ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run" and ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
 

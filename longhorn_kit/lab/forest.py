@@ -36,6 +36,8 @@ def mark(x: float, y: float, verdict: str, colour: str = "") -> str: # colour: C
                 f'style="stroke:var({colour});stroke-width:3.4;stroke-linecap:round"/>')
     if verdict == "undecided":
         return f'<path d="M{x:.1f} {y - 6}l6 6l-6 6l-6 -6z" {fill}/>'
+    if verdict == "no code":
+        return f'<path d="M{x - 5:.1f} {y}h10" style="stroke:var(--u);stroke-width:1.6"/>'
     return (f'<rect x="{x - 4.5:.1f}" y="{y - 4.5}" width="9" height="9" '
             'style="fill:var(--page);stroke:var(--u);stroke-width:1.6"/>')
 

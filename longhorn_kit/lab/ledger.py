@@ -116,7 +116,7 @@ def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/r
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-093
 def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
-    "Return every row of one claim; a single \"not run\" if nothing is known."
+    "Return every row of one claim; a single \"not run\" if nothing is known, \"no code\" if no code judges it."
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
     rows += [Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()]
@@ -124,10 +124,13 @@ def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     for scale in SCALES:
         if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
-            rows.append(Row(claim, judgement=Judgement(0, why=_cost(claim, scale)), scale=scale, command=command))
-    recorded = claim.timed or claim.reads
-    why = "not run here; what was recorded is in the repository" if recorded else "no code runs it yet"
-    return rows or [Row(claim, judgement=Judgement(0, why=why))]
+            rows.append(Row(claim, judgement=_missing(claim, _cost(claim, scale)), scale=scale, command=command))
+    why = "not run here; what was recorded is in the repository" if claim.has_code else "no code runs or judges it"
+    return rows or [Row(claim, judgement=_missing(claim, why))]
+
+def _missing(claim, why):
+    "Return the judgement of a claim without evidence."
+    return Judgement(0, verdict="not run" if claim.has_code else "no code", why=why)
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n16
 def _cost(claim, scale):
@@ -135,7 +138,7 @@ def _cost(claim, scale):
     minutes = claim.minutes.get(scale, 0)
     time = f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
     cost = f"about {time} on {PLATFORM[scale]}" if minutes else "the full recipe"
-    limit = claim.no_verdict or ("" if claim.compare else "no code judges its runs")
+    limit = claim.limits.get(scale) or ("" if claim.has_code else "no code judges its runs")
     return f"{cost}; {limit}" if limit else cost
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n18
