@@ -255,7 +255,7 @@ def fast_launches(form, packed=None, backward=True, **shape):
 
 
 def pointwise_launches():
-    "Return what the loss of 8192 positions launches, and the norm of a stream of width 768 and its backward."
+    "Return what the loss of 8192 positions launches, the norm of a stream of width 768, and keys of 16; with backwards."
     from longhorn_kit.scan import triton_pointwise as pointwise
 
     new = lambda *s, like=torch.bfloat16: torch.empty(s, dtype=like, device="meta")
@@ -265,6 +265,8 @@ def pointwise_launches():
         h, weight = new(64, 1024, 768, like=torch.float32), new(768, like=torch.float32)
         s, n, r = pointwise._add_norm(h, new(*h.shape), weight, 1e-5, torch.bfloat16)
         pointwise._add_norm_backward(n, s, s, r, weight, torch.float32, torch.bfloat16)
+        k, length = new(64, 1024, 48 + 32)[..., 48:64], new(1, like=torch.float32)
+        pointwise._to_length_backward(pointwise._to_length(k, length), k, length)
 
     return record(launch)
 

@@ -10,6 +10,13 @@ KINDS = {name: getattr(MIXERS[name], "func", MIXERS[name]) for name in NAMES}
 SCANS = [name for name in NAMES if issubclass(KINDS[name], ScanMixer)]
 MATRICES = [name for name in NAMES if issubclass(KINDS[name], MatrixMixer)]
 GROWING = ("attention",) # caches that grow with every token
+OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm") # mixers with an option that is on
+
+
+def parts(name):
+    "The mixer's name, and its options."
+    name, _, option = name.partition("+")
+    return name, {option: True} if option else {}
 
 
 def every(names):
@@ -21,3 +28,4 @@ def every(names):
 
 
 every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
+every_layer = every([*NAMES, *OPTIONS]) # names for `parts`

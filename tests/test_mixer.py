@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
-from mixers import GROWING, NAMES, every, every_mixer, every_scan
+from mixers import GROWING, NAMES, every, every_layer, every_mixer, every_scan, parts
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import perturbed
@@ -19,15 +19,9 @@ from longhorn_kit.models.mixer import Mixer, ScanCache, build_mixer, mixer_optio
 pytestmark = pytest.mark.numeric
 
 
-OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm") # names with an option that is on
-
-
 def make(name, d_model=16, **options):
-    name, _, on = name.partition("+")
-    return perturbed(name, d_model, 0.1, **options | ({on: True} if on else {}))
-
-
-every_layer = every([*NAMES, *OPTIONS])
+    name, on = parts(name)
+    return perturbed(name, d_model, 0.1, **options | on)
 
 
 def in_pieces(layer, h, lengths, cache=None):

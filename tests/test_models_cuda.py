@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from mixers import every_mixer
+from mixers import every_layer, parts
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.lm import document_bounds
 
@@ -11,10 +11,11 @@ pytestmark = pytest.mark.cuda
 
 def make(name):
     torch.manual_seed(0)
-    return SequenceLM(LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=name, d_mlp=96))
+    mixer, options = parts(name)
+    return SequenceLM(LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=mixer, mixer_options=options, d_mlp=96))
 
 
-@every_mixer
+@every_layer
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     "On a GPU a model computes what it computes on the CPU, packed or not, and decodes what one pass computes."
     model, tokens = make(name), torch.randint(40, (2, 37))
@@ -33,7 +34,7 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
         torch.testing.assert_close(torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5)
 
 
-@every_mixer
+@every_layer
 def test_gpu_autocast_trains(name):
     "On a GPU, autocast changes loss and gradients little, and a scan's state stays in float32."
     model, tokens = make(name).cuda(), torch.randint(40, (2, 33), device="cuda")
@@ -52,7 +53,7 @@ def test_gpu_autocast_trains(name):
         assert cache[0].S.dtype is torch.float32
 
 
-@every_mixer
+@every_layer
 def test_gpu_generates_and_saves(name, tmp_path):
     "On a GPU a seed decides the tokens, and a saved model loads in bfloat16."
     model, prompt = make(name).cuda(), torch.randint(40, (2, 5), device="cuda")

@@ -119,7 +119,8 @@ def test_portable_kernels_compile_and_keep_what_is_no_number(compiled):
 @pytest.mark.parametrize("targets", [["sm_90"], slow_case(NVIDIA)])
 def test_kernels_of_norms_and_losses_compile(compiled, targets):
     rows = compiled("pointwise", targets)
-    assert {r["kernel"] for r in rows} == {"_cross_entropy_kernel", "_add_norm_kernel", "_add_norm_backward_kernel", "_rows_kernel"}
+    assert {r["kernel"] for r in rows} == {"_cross_entropy_kernel", "_add_norm_kernel", "_add_norm_backward_kernel", "_to_length_kernel",
+                                           "_to_length_backward_kernel", "_rows_kernel"}
     assert all(r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80) for r in rows)
 
 

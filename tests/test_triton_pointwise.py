@@ -138,6 +138,44 @@ def test_the_stream_and_its_norm(shape, dtype):
         assert far(found[0], s) < 1e-6 and far(found[1], expected[1]) < CLOSE[dtype]
 
 
+@pytest.mark.parametrize("shape, room", [((3, 7, 5), 9), ((2, 64), 64), ((1, 1, 1), 3), ((2, 9, 16), 40), ((130, 33), 33), ((0, 4), 6)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_keys_of_one_length(shape, room, compiled, dtype):
+    "From views of wider rows; zeros stay zero and pass no gradient."
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    whole, s = random(*shape[:-1], room, dtype=dtype), torch.full((1,), -1.7, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        whole.flatten(0, -2)[1::3] = 0
+    whole.requires_grad_()
+    run, N = torch.compile(tp.to_length, backend="aot_eager", fullgraph=True) if compiled else tp.to_length, shape[-1]
+    k = whole[..., room - N:]
+    zero = (k == 0).all(-1, keepdim=True)
+    length = k.double().square().sum(-1, keepdim=True).masked_fill(zero, 1).sqrt() # no root of zero
+    found, expected, g = run(k, s), s.double() * k.double() / length, random(*shape, dtype=dtype)
+    assert found.dtype is dtype and found.is_contiguous() and found.shape == shape
+    (dk, ds), (exact_dk, exact_ds) = (torch.autograd.grad(u, (whole, s), g.to(u.dtype)) for u in (found, expected))
+    assert dk.dtype is dtype and ds.dtype is torch.float32 and ds.shape == (1,)
+    if found.numel():
+        assert far(found, expected) < CLOSE[dtype] and far(ds, exact_ds) < 2e-6
+        exact_dk = exact_dk.masked_fill(zero, 0)
+        assert N == 1 and not exact_dk.abs().gt(1e-6).any() or far(dk, exact_dk) < CLOSE[dtype]
+        assert not found[zero[..., 0]].any() and not dk[zero[..., 0]].any()
+
+
+def test_keys_that_are_no_numbers_show():
+    k, s = random(4, 3), torch.ones(1, device=DEVICE)
+    k[1, 0], k[2, 0] = float("nan"), float("inf")
+    for found in (tp.to_length(k, s), mixer.to_length(k, s)):
+        assert found.isfinite().all(-1).tolist() == [True, False, False, True]
+
+
+def test_the_operation_of_keys_is_well_formed():
+    args = random(6, 9)[:, 2:7].requires_grad_(), torch.full((1,), 2.0, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.longhorn_kit.to_length.default, args)
+
+
 @pytest.fixture
 def kernels_of_scans(monkeypatch):
     "Mixers run the kernels, as on a GPU: PyTorch's scans keep other tensors."
@@ -162,13 +200,13 @@ def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["longhorn", "attention"])
-def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monkeypatch):
+@pytest.mark.parametrize("name, options", [("longhorn", {}), ("longhorn_exact", dict(key_norm=True)), ("attention", {})])
+def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compiled, monkeypatch):
     torch.manual_seed(0)
-    block = Block(LMConfig(d_model=32, mixer=name, d_mlp=48)).to(DEVICE)
+    block = Block(LMConfig(d_model=32, mixer=name, mixer_options=options, d_mlp=48)).to(DEVICE)
     h, y, results = random(2, 9, 32).requires_grad_(), random(2, 9, 32).requires_grad_(), []
     for kernels in (False, True):
-        for module in (lm, memory):
+        for module in (lm, memory, mixer):
             monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         torch._dynamo.reset()
         nodes = set()
@@ -180,6 +218,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, compiled, monk
     assert max(map(far, *results)) < 2e-6
     if compiled: # the compiler sees operations, in the backward too
         assert {"longhorn_kit.add_norm.default", "longhorn_kit.add_norm_backward.default"} <= nodes
+        assert ({"longhorn_kit.to_length.default", "longhorn_kit.to_length_backward.default"} <= nodes) == bool(options)
 
 
 @pytest.mark.usefixtures("kernels_of_scans")
@@ -209,19 +248,20 @@ def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name, d_mlp", [("longhorn", 0), ("longhorn_exact", 0), ("attention", 96), ("mamba", 0)])
+@pytest.mark.parametrize("name, options, d_mlp", [
+    ("longhorn", {}, 0), ("longhorn_exact", {}, 0), ("longhorn_exact", dict(key_norm=True), 0), ("attention", {}, 96), ("mamba", {}, 0)])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gpu_training_with_the_kernels_is_training_without_them(name, d_mlp, bf16, tied, monkeypatch):
+def test_gpu_training_with_the_kernels_is_training_without_them(name, options, d_mlp, bf16, tied, monkeypatch):
     torch.manual_seed(0)
-    model = SequenceLM(LMConfig(301, 64, 2, name, d_mlp=d_mlp, tie_embeddings=tied)).cuda()
+    model = SequenceLM(LMConfig(301, 64, 2, name, options, d_mlp=d_mlp, tie_embeddings=tied)).cuda()
     exact = SequenceLM(model.config).cuda().double()
     exact.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
     tokens = torch.randint(301, (3, 50), device="cuda")
     expected = torch.autograd.grad(exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters()))
     errors = []
     for kernels in (False, True):
-        for module in (lm, memory):
+        for module in (lm, memory, mixer):
             monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=40)

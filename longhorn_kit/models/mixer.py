@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .memory import (
-    bias_apart, convolve, convolve_step, halves, is_plain, product_dtype, weight_of, wide, with_product)
+    bias_apart, convolve, convolve_step, halves, is_plain, kernels_run, product_dtype, weight_of, wide, with_product)
 from ..scan.arguments import check_choice, check_optional, check_tensor, documented, shown
 from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
 from ..theory.closed_forms import effective_rate_from_logits
@@ -227,11 +227,18 @@ def to_length(
     k: Tensor, s: Tensor, # (..,N) keys, (1,) their new length
     shortest: float = 1e-12, # a shorter key counts as zero
 ) -> Tensor: # (..,N) contiguous
-    "Return `s k / |k|` of equation (7)."
+    "Return `s k / |k|` of equation (7), in plain PyTorch."
     long = wide(k)
     length = torch.linalg.vector_norm(long, dim=-1, keepdim=True)
     inverse = (length > shortest) / length.clamp(min=shortest)
     return (long * (s * inverse)).to(k.dtype)
+
+def normalize_keys(k: Tensor, s: Tensor) -> Tensor: # (..,N), (1,) -> (..,N)
+    "Return `to_length(k, s)`, on a GPU from one kernel."
+    if not kernels_run(k, s):
+        return to_length(k, s)
+    from longhorn_kit.scan import triton_pointwise
+    return triton_pointwise.to_length(k, s)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
 @register_mixer("longhorn_scalar", rate="scalar")
@@ -265,7 +272,7 @@ class Longhorn(ScanMixer):
     def split_x_proj(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, dt_low_rank = super().split_x_proj(x)
         if self.key_norm:
-            k = to_length(k, self.key_scale)
+            k = normalize_keys(k, self.key_scale)
         return q, k, dt_low_rank
 
     def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .baselines import time_step_bias
 from .memory import bias_apart, is_plain, wide
-from .mixer import Device, Dtype, placed, to_length
+from .mixer import Device, Dtype, normalize_keys, placed, to_length
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
@@ -47,6 +47,12 @@ def vision_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor: # (B,T,D), (
     "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
     plain = exporting() or torch.jit.is_tracing()
     return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
+
+@register_notrace_function
+@torch.jit.ignore
+def vision_keys(k: Tensor, s: Tensor) -> Tensor: # (B,T,N), (1,) -> (B,T,N)
+    "Give keys one length."
+    return normalize_keys(k, s)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
 _opaque_scan = torch.library.custom_op("longhorn_kit::vision_scan", vision_scan, mutates_args=())
@@ -83,7 +89,10 @@ class Direction(nn.Module):
             x = vision_conv(u, self.conv1d.weight, self.conv1d.bias) if plain else self.call_conv(u)
         dt_low_rank, k, q = self.x_proj(x).split(self.sizes, -1)
         if self.key_scale is not None:
-            k = to_length(k, self.key_scale)
+            if torch.jit.is_scripting():
+                k = to_length(k, self.key_scale)
+            else:
+                k = vision_keys(k, self.key_scale)
         k, q = k.contiguous(), q.contiguous() # the scan reads whole rows
         skip, A_log, scan = self.D_skip, self.A_log, self.scan
         if torch.jit.is_scripting():
@@ -187,7 +196,6 @@ class VisionLonghorn(VisionBase):
         embed_dim: int = 192, depth: int = 24, # width, blocks
         scan: str = "longhorn",       # a name in `SCANS`
         d_state: int = 16,            # N
-        key_norm: bool = False,       # as in `Longhorn`, with a length per direction; not for Mamba's scan
         class_token: bool = True,     # needed by global_pool="token"
         fc_norm: bool | None = None,  # norm after pooling, not before; None: unless pooling takes the token
         dynamic_img_size: bool = False, # take images of any size, interpolating positions
@@ -195,6 +203,7 @@ class VisionLonghorn(VisionBase):
         drop_rate: float = 0.0,       # dropout before the classifier
         pos_drop_rate: float = 0.0,   # dropout after the positions
         drop_path_rate: float = 0.0,  # stochastic depth of the last block; 0 for the first
+        key_norm: bool = False,       # as in `Longhorn`, with a length per direction; not for Mamba's scan
         *, device: Device = None, dtype: Dtype = None, # of the parameters
     ):
         super().__init__()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .launch import differentiable, in_eager
+from .launch import differentiable, in_eager, launch
 from .triton_portable import INTERPRETED, _cdiv, _stored, on_its_device
 from .triton_portable_backward import _sum_of_rows
 
@@ -194,3 +194,107 @@ def add_norm(h, y, weight, eps, dtype):
     "Return the stream `h + y` and its norm in `dtype`, (..,D) each."
     run = torch.ops.longhorn_kit.add_norm.default if torch.compiler.is_compiling() else _differentiable
     return run(h, y, weight, eps, dtype)[:2]
+
+# %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-024
+@triton.jit
+def _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST: tl.constexpr):
+    # Rows of keys at length one (ROWS,BN), and the inverse of their lengths (ROWS,): zero for a key that counts as zero.
+    k = tl.load(k_ptr + row[:, None] * stride + n, mask=(row < M)[:, None] & (n < N), other=0.0).to(tl.float32)
+    length = tl.sqrt(tl.sum(k * k, 1))
+    inverse = 1.0 / tl.where(length <= SHORTEST, float("inf"), length)
+    return k * inverse[:, None], inverse
+
+
+@triton.jit
+def _to_length_kernel(k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
+    # ROWS keys at length s.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, BN)[None, :]
+    unit, _ = _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST)
+    u = unit * tl.load(s_ptr).to(tl.float32)
+    tl.store(u_ptr + row[:, None] * N + n, u.to(u_ptr.dtype.element_ty), mask=(row < M)[:, None] & (n < N))
+
+
+@triton.jit
+def _to_length_backward_kernel(g_ptr, k_ptr, s_ptr, dk_ptr, ds_ptr, M, N, stride, SHORTEST: tl.constexpr,
+                               ROWS: tl.constexpr, BN: tl.constexpr):
+    # Equation (3) for every P-th group of rows, P programs; each has a sum of the length's gradient.
+    n = tl.arange(0, BN)[None, :]
+    s = tl.load(s_ptr).to(tl.float32)
+    ds = tl.zeros([ROWS], tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        row = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        at, there = row[:, None] * N + n, (row < M)[:, None] & (n < N)
+        unit, inverse = _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST)
+        g = tl.load(g_ptr + at, mask=there, other=0.0).to(tl.float32)
+        along = tl.sum(g * unit, 1)
+        ds += along
+        dk = (s * inverse)[:, None] * (g - unit * along[:, None])
+        tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=there)
+    tl.store(ds_ptr + tl.program_id(0), tl.sum(ds, 0))
+
+# %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-026
+SHORTEST = 1e-12 # a shorter key counts as zero
+
+def _key_rows(k):
+    # Keys (..,N) as rows (M,N) whose numbers are adjacent, and the arguments of a launch.
+    rows, options = k.reshape(-1, k.shape[-1]), _rows(k.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, dict(SHORTEST=SHORTEST, ROWS=options["ROWS"], BN=options["BD"], num_warps=options["num_warps"])
+
+
+@on_its_device
+def _to_length(k: Tensor, s: Tensor) -> Tensor:
+    # Keys (..,N) at the length s (1,), contiguous.
+    rows, options = _key_rows(k)
+    u = torch.empty(k.shape, device=k.device, dtype=_stored(k.dtype))
+    if len(rows):
+        programs = _cdiv(len(rows), options["ROWS"])
+        launch(_to_length_kernel, programs, rows, s, u, *rows.shape, rows.stride(0), **options)
+    return u.to(k.dtype)
+
+
+@on_its_device
+def _to_length_backward(g: Tensor, k: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    # The gradients of k and s.
+    rows, options = _key_rows(k)
+    programs = 4 * torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 3
+    dk = torch.empty(k.shape, device=k.device, dtype=_stored(k.dtype))
+    parts = torch.empty(programs, 1, device=k.device)
+    launch(_to_length_backward_kernel, programs, g.contiguous(), rows, s, dk, parts, *rows.shape, rows.stride(0),
+           **options)
+    return dk.to(k.dtype), _sum_of_rows(parts, s.dtype)
+
+# %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-028
+_keys_forward = custom_op("longhorn_kit::to_length", mutates_args=())(_to_length)
+_keys_backward = custom_op("longhorn_kit::to_length_backward", mutates_args=())(_to_length_backward)
+
+
+@_keys_forward.register_fake
+def _(k, s):
+    return k.new_empty(k.shape)
+
+
+@_keys_backward.register_fake
+def _(g, k, s):
+    return k.new_empty(k.shape), torch.empty_like(s)
+
+
+def _keep_keys(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_keys(ctx, g):
+    run = _to_length_backward if in_eager(g) and not torch.is_grad_enabled() else _keys_backward
+    return run(g, *ctx.saved_tensors)
+
+
+register_autograd(_keys_forward, _gradients_of_keys, setup_context=_keep_keys)
+_keys_in_eager = differentiable(
+    _to_length, _keep_keys, torch.autograd.function.once_differentiable(_gradients_of_keys))
+
+
+def to_length(k, s):
+    "Return keys (..,N) at the length s (1,), contiguous."
+    run = torch.ops.longhorn_kit.to_length.default if torch.compiler.is_compiling() else _keys_in_eager
+    return run(k, s)
