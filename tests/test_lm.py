@@ -342,6 +342,25 @@ def test_round_trip(tmp_path, tied):
     assert ("lm_head.weight" in names) is not tied and "embedding.weight" in names and again.num_parameters() == model.num_parameters()
 
 
+def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
+    "With the option a file has one more number per block; a file without it loads into a model without it only."
+    plain, model = (make(mixer_options=options) for options in ({}, dict(key_norm=True)))
+    assert count_parameters(model.config) == model.num_parameters() == plain.num_parameters() + 2
+    with torch.no_grad():
+        model.blocks[1].mixer.key_scale.fill_(3.5)
+    for name, each in (("plain", plain), ("option", model)):
+        each.save_pretrained(tmp_path / name)
+        again, tokens = SequenceLM.from_pretrained(tmp_path / name), torch.randint(40, (2, 7))
+        assert again.config == each.config and torch.equal(again(tokens), each(tokens))
+    assert set(model.state_dict()) - set(plain.state_dict()) == {f"blocks.{i}.mixer.key_scale" for i in (0, 1)}
+    (tmp_path / "plain" / WEIGHTS).replace(tmp_path / "option" / WEIGHTS)
+    with pytest.raises(ValueError, match="was saved with a config other than"):
+        SequenceLM.from_pretrained(tmp_path / "option")
+    official = {official_name(name): weight for name, weight in plain.state_dict().items()}
+    with pytest.raises(ValueError, match="lacks backbone.layers.0.mixer.key_scale"):
+        load_official_state_dict(official, model.config)
+
+
 def test_dtype_is_kept_or_chosen(tmp_path):
     make().to(torch.bfloat16).save_pretrained(tmp_path)
     assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is torch.bfloat16

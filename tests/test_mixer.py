@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
-from mixers import GROWING, NAMES, every, every_layer, every_mixer, every_scan, parts
+from mixers import GROWING, NAMES, OPTIONS, SCANS, every, every_layer, every_mixer, every_scan, parts
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import perturbed
@@ -61,7 +61,7 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
         torch.testing.assert_close(pieces, layer(h), atol=2e-5, rtol=2e-5)
 
 
-@every_scan
+@every([*SCANS, *OPTIONS])
 def test_compiled_halves_of_the_input_projection_are_the_whole(name):
     "A compiled scan layer has the gradients of the eager one."
     layer, h = make(name), torch.randn(2, 9, 16)
@@ -452,8 +452,9 @@ def test_low_rank_is_a_sixteenth_rounded_up():
 
 
 @pytest.mark.parametrize("learning", (slow_case(False), True))
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "mamba", "mamba_input_a", "attention"))
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", *OPTIONS, "mamba", "mamba_input_a", "attention"))
 def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning):
     "Whether gradients were on at the export or are on at the run."
     torch.manual_seed(0)
-    assert_exported_equals_eager(build_mixer(name, 32), lambda B, T: torch.randn(B, T, 32), learning, 100)
+    name, options = parts(name)
+    assert_exported_equals_eager(build_mixer(name, 32, **options), lambda B, T: torch.randn(B, T, 32), learning, 100)

@@ -198,21 +198,24 @@ def add_norm(h, y, weight, eps, dtype):
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-024
 @triton.jit
 def _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST: tl.constexpr):
-    # Rows of keys at length one (ROWS,BN), and the inverse of their lengths (ROWS,): zero for a key that counts as zero.
-    k = tl.load(k_ptr + row[:, None] * stride + n, mask=(row < M)[:, None] & (n < N), other=0.0).to(tl.float32)
+    # Keys at length one (ROWS,BN) and 1 / length (ROWS,), both zero for a key that counts as zero.
+    there = (row < M)[:, None] & (n < N)
+    k = tl.load(k_ptr + row[:, None] * stride + n, mask=there, other=0.0).to(tl.float32)
     length = tl.sqrt(tl.sum(k * k, 1))
     inverse = 1.0 / tl.where(length <= SHORTEST, float("inf"), length)
     return k * inverse[:, None], inverse
 
 
 @triton.jit
-def _to_length_kernel(k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
+def _to_length_kernel(k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr,
+                      ROWS: tl.constexpr, BN: tl.constexpr):
     # ROWS keys at length s.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BN)[None, :]
     unit, _ = _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST)
     u = unit * tl.load(s_ptr).to(tl.float32)
-    tl.store(u_ptr + row[:, None] * N + n, u.to(u_ptr.dtype.element_ty), mask=(row < M)[:, None] & (n < N))
+    there = (row < M)[:, None] & (n < N)
+    tl.store(u_ptr + row[:, None] * N + n, u.to(u_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
