@@ -203,10 +203,14 @@ def test_growth_with_the_context_is_read_from_the_judged_runs():
     pools = paper((1.300, 1.320, 1.340, 1.300))
     for found, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)): # exact first
         for i, run in enumerate(found["runs"]):
-            run["measured"] = {"by_length": {"times": [1, 16], "bits_per_byte": [1.0, 1.0 + grows + i * 1e-4]}}
+            docs = {"documents": 3, "bits_per_byte": [1.0, 1.1, 1.0 + grows + i * 1e-4]}
+            none = {"documents": 0, "bits_per_byte": [None] * 3}
+            run["measured"] = {"by_length": {"length": [8, 64, 128], "docs": docs, "prose": none}}
     assert fit_growth(pools["paper"][0], 4).value == pytest.approx(0.00115 - math.log2(1.01))
     rows = judge_claim(record(pools), "extrapolation-once")
     assert [judgement.verdict for _, judgement in rows] == ["does not hold", "holds"]
+    pools["paper"][0]["runs"][2]["measured"]["by_length"]["docs"]["documents"] = 0
+    assert fit_growth(pools["paper"][0], 4).why == "no document reaches 16 times the context"
 
 
 def curves(losses, tokens=(50, 100)):

@@ -1,4 +1,4 @@
-"""One pass over the text: the walk over learning rates, the planned comparisons, and jobs that repeat to the bit."""
+"""One pass over the text: the first plan's comparisons, and jobs of the second plan that repeat to the bit."""
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,9 @@ from longhorn_kit.lab import one_pass
 from longhorn_kit.lab.claims import find_claim, outcomes
 from longhorn_kit.lab.language_training import new_model
 from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
-from longhorn_kit.lab.plan import GROUPS, RATES, compare_losses, compare_tokens_saved, tokens_saved, walk
+from longhorn_kit.lab.looks import LOOKS, judge_claim
+from longhorn_kit.lab.measures import load_arrays
+from longhorn_kit.lab.plan import FIRST_PLAN, GROUPS, RATES, compare_losses, compare_tokens_saved, tokens_saved
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record
@@ -32,24 +34,13 @@ def finished(text, tmp_path_factory):
     return folder, run(EXPERIMENT, "laptop", folder, workers=0, data=text, **TINY)
 
 
-@given(st.lists(st.floats(0, 10) | st.just(math.nan), min_size=7, max_size=7, unique=True))
-def test_walk_ends_at_a_rate_whose_neighbours_are_worse_or_at_the_end(curve):
-    losses, best, steps = {}, None, 0
-    while best is None:
-        rate, best = walk(RATES, losses)
-        losses |= {} if rate is None else {rate: curve[RATES.index(rate)]}
-        steps += 1
-        assert steps <= 8
-    at = RATES.index(best)
-    worst = lambda loss: math.inf if math.isnan(loss) else loss
-    assert all(worst(curve[i]) >= worst(curve[at]) and RATES[i] in losses for i in (at - 1, at + 1) if 0 <= i < 7)
-
-
 def test_plan_is_the_committed_one():
-    "A change of groups, rates or recipe needs a new plan, committed before its runs."
-    assert plan_of(EXPERIMENT.presets["gpu"], 1289) == one_pass.PLAN and plan_of(EXPERIMENT.presets["gpu"], 1288)["commit"] is None
-    for change in (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5])):
-        assert plan_of(replace(EXPERIMENT.presets["gpu"], **change), 1289)["commit"] is None
+    "A change of models, comparisons, rates, rule or recipe needs a new plan, committed before its runs."
+    gpu, steps = EXPERIMENT.presets["gpu"], one_pass.STEPS
+    assert plan_of(gpu, steps) == one_pass.PLAN | {"rule": "looks"} and plan_of(gpu, steps - 1)["commit"] is None
+    assert plan_of(replace(gpu, groups=("paper",), data="other"), steps)["commit"] == one_pass.PLAN["commit"]
+    for change in (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5]), dict(sd=0.01)):
+        assert plan_of(replace(gpu, **change), steps)["commit"] is None
 
 
 def test_names_of_models_are_unique_and_every_pair_is_planned():
@@ -67,17 +58,32 @@ def test_windows_read_no_byte_twice(seed, rows, size):
     assert all((targets == inputs + 1).all() for inputs, targets in batches)
 
 
-def test_a_finished_run_has_every_model_and_the_rates_of_seed_zero_only(text, finished, monkeypatch):
-    record = finished[1]
+def test_a_finished_run_has_every_model_with_its_search_and_its_looks(text, finished):
+    folder, record = finished
     assert record["missing"] == 0 and record["results"]["plan"]["commit"] is None
-    for model in record["results"]["groups"]["laptop"]:
-        assert [one["seed"] for one in model["runs"]] == [1, 2, 3] and float(model["lr"]) in map(float, model["bracket"])
+    for number, model in zip((61, 62, 63), record["results"]["groups"]["laptop"]):
+        judged = [one["seed"] for one in model["runs"]]
+        assert judged == list(range(1000 * number + 4, 1000 * number + 4 + len(judged))) and len(judged) in LOOKS
+        assert {run["seed"] - 1000 * number for run in model["search"]} == {1, 2, 3}
+        assert [run["lr"] for run in model["search"] if run["place"] == model["place"]] == [model["lr"]] * 3
         assert model["function"] == "chunked" and model["output_error"] < 1e-4 and model["state_numbers"] == 2 * 32 * 4
         assert len(model["runs"][0]["val"]["all"]) == 4 and model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
-    assert [len(c.differences) for c, _ in outcomes("one-pass", record)] == [3, 3, 3]
+    assert [c.label for c, _ in judge_claim(record, "one-pass")][0] == "diagonal N=4 below Mamba N=4"
     config = EXPERIMENT.config("laptop", data=text, **TINY)
-    monkeypatch.setattr(one_pass, "GROUPS", {}) # the steps do not come from the last model
-    assert one_pass.summarize(config, Results(finished[0])) == record["results"] | {"groups": {}}
+    assert one_pass.summarize(config, Results(folder)) == record["results"]
+
+
+def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
+    folder, record = finished
+    model = record["results"]["groups"]["laptop"][0]
+    run = model["runs"][0]
+    assert len(run["first_losses"]) == 12, "every step of this short run"
+    assert run["first_losses"][0] == pytest.approx(8, abs=0.2), "bits per byte of a new model"
+    assert {"by_length", "layers", "parts"} <= run["measured"].keys() and run["memory"] is None
+    arrays = [load_arrays(path) for path in Path(folder).glob("jobs/*/measures.npz")]
+    finite = [one for models in record["results"]["groups"].values() for model in models
+              for one in (*model["search"], *model["runs"]) if one["bits_per_byte"] is not None]
+    assert len(arrays) == len(finite) and all(len(found) for found in arrays)
 
 
 def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, monkeypatch):
@@ -91,7 +97,8 @@ def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
     again = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
-    numbers = lambda record: [(model["name"], model["lr"], model["bracket"], [one["val"] for one in model["runs"]])
+    numbers = lambda record: [(model["name"], model["lr"], model["bracket"], [one["val"] for one in model["runs"]],
+                               [one["measured"] for one in model["runs"]], [one["first_losses"] for one in model["runs"]])
                               for model in record["results"]["groups"]["laptop"]]
     assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json"))) and numbers(again) == numbers(finished[1])
 
@@ -122,8 +129,8 @@ def test_a_wrong_layer_stops_before_it_trains(monkeypatch):
 def test_divergence_is_a_result_and_gets_no_verdict(text, tmp_path):
     wild = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY | dict(rates=(1e30, 1e31, 1e32), points=2))
     models = wild["results"]["groups"]["laptop"]
-    assert wild["missing"] == 0 and any(None in model["bracket"].values() for model in models)
-    assert {found.verdict for _, found in outcomes("one-pass", wild)} <= {"cannot be judged", "not run"}
+    assert wild["missing"] == 0 and all(None in model["bracket"].values() and model["why"] for model in models)
+    assert {found.verdict for _, found in judge_claim(wild, "one-pass")} == {"cannot be judged"}
 
 
 def toy(losses, seeds=(1, 2, 3, 4, 5), group="equal-state"):
@@ -199,5 +206,5 @@ def test_token_factor_is_antisymmetric(a, b):
 def test_recorded_runs_name_the_plan():
     for path in (Path(__file__).parents[1] / "nbs/lab/results/one-pass").glob("*.json"):
         record = read_record(path)
-        assert record["results"]["plan"]["commit"] == (one_pass.PLAN["commit"] if record["scale"] == "gpu" else None)
+        assert record["results"]["plan"]["commit"] == (FIRST_PLAN["commit"] if record["scale"] == "gpu" else None)
     assert find_claim("one-pass").commands["gpu"].endswith("--groups paper --data FOLDER")

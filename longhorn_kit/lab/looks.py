@@ -406,19 +406,26 @@ def all_looks(pools: dict, sd: float = PLAN_SD) -> dict: # pools of a record -> 
     return looks
 
 # %% ../../nbs/machine/looks.ipynb #looks-036
-def growth(run: dict, times: int = 16) -> float: # judged run of a record
-    "Return by how much the loss grows from the training context to a multiple of it, in bits per byte."
-    lengths = run["measured"]["by_length"]
-    first, last = (lengths["bits_per_byte"][lengths["times"].index(multiple)] for multiple in (1, times))
-    return last - first
-
 LARGEST_GROWTH = math.log2(1.01) # bits per byte: 1 % of perplexity
+
+def growth(run: dict, times: int = 16) -> float | None: # judged run of a record
+    "Return by how much the loss per byte grows from the context to a multiple of it; None without long documents."
+    lengths = run["measured"]["by_length"]
+    longest = lengths["length"].index(times * lengths["length"][0])
+    domains = [part for name, part in lengths.items() if name != "length" and part["documents"]]
+    documents = sum(part["documents"] for part in domains)
+    grown = sum(part["documents"] * (part["bits_per_byte"][longest] - part["bits_per_byte"][0]) for part in domains)
+    return grown / documents if documents else None
 
 def fit_growth(model: dict, count: int) -> Fit:
     "Estimate how much a model's loss grows with the context, above the growth that counts as none."
-    if model["why"]:
-        return Fit(math.nan, math.nan, 0.0, 0, why=model["why"])
-    return fit_mean([growth(run) - LARGEST_GROWTH for run in model["runs"][:count]])
+    why = model["why"]
+    grown = [] if why else [growth(run) for run in model["runs"][:count]]
+    if None in grown:
+        why = "no document reaches 16 times the context"
+    if why:
+        return Fit(math.nan, math.nan, 0.0, 0, why=why)
+    return fit_mean([value - LARGEST_GROWTH for value in grown])
 
 def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # models of a record
     """Estimate the share of tokens (%) that the first model saves for the same loss, as a difference of two fits.

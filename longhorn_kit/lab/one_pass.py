@@ -177,12 +177,13 @@ def run_job(settings: dict, folder: Path) -> dict:
                 log_every=-(-s.steps // s.points), watch=watch, first=first, **FIXED)
     memory = torch.cuda.max_memory_allocated() if s.gpu else None
     summary = summary_of(model, s, at, curve, clock)
-    measured = {}
+    measured, started = {}, time.monotonic()
     if summary["diverged"] is None:
         measured, arrays = measure_run(model, texts, s.context, s.rows, s.gpu)
         save_arrays(folder / "measures.npz", arrays)
-    first = [round(float(loss) / math.log(2), 6) for loss in first]
-    return summary | {"first_losses": first, "memory": memory, "measured": measured} | checked
+    more = {"measured": measured, "measure_seconds": round(time.monotonic() - started, 1), "memory": memory,
+            "first_losses": [round(float(loss) / math.log(2), 6) for loss in first]}
+    return summary | more | checked
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
 def draw_again(model, s): # s: settings of the job
