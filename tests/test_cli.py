@@ -1,5 +1,5 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
-import dataclasses, errno, json, os, re, signal, subprocess, sys, time
+import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fakes
@@ -546,6 +546,18 @@ def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
     capsys.readouterr()
     assert "column 'id' holds a value of type int, not text" in fails(capsys, [*words, "--text-column", "id"])
     assert cli.main([*words, "--text-column", "body", "--plan"]) == 0
+
+
+def test_hold_out_moves_long_documents_and_names_a_mistake(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for part, sizes in (("train", (3, 500, 20, 600)), ("val", (5,))):
+        (tmp_path / "text" / f"toy.{part}.txt").write_text("".join("x" * size + "\n<|endoftext|>\n" for size in sizes))
+    words = ["hold-out", str(tmp_path / "text"), str(tmp_path / "out"), "--count", "2", "--least", "100"]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"toy: 2 documents held out, 1,100 bytes\nwritten: {tmp_path / 'out'}\n"
+    assert lzma.open(tmp_path / "out/toy.train.txt.xz").read() == b"xxx\n<|endoftext|>\n" + b"x" * 20 + b"\n<|endoftext|>\n"
+    assert cli.main(words) == 1
+    assert capsys.readouterr().err == f"longhorn: error: {tmp_path / 'out'} exists; name a new folder\n"
 
 
 def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys):

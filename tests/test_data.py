@@ -9,8 +9,9 @@ import zstandard
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import (
-    SEPARATOR, Sampler, embedded_corpus_hash, embedded_documents, get_tokenizer, holds_whole, is_held_out, load_documents,
-    pieces_of)
+    SEPARATOR, Sampler, embedded_corpus_hash, embedded_documents, file_documents, get_tokenizer, hold_out_long, holds_whole,
+    is_held_out, load_documents, pieces_of)
+from longhorn_kit.lab.language_training import open_texts
 
 
 def documents(n, words=30):
@@ -239,6 +240,92 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(text.endswith("\n") for _, text in pieces)
     assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == ["train", "val"] # a line is a text too
     assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
+
+
+# ---- long documents
+
+
+def two_domains(folder, long={"docs": 6, "prose": 6}):
+    "A text of two domains: a long document after every third one, a blank one, Windows newlines, a last one without end mark."
+    folder.mkdir()
+    for name, suffix, compress in (("docs", "", bytes), ("prose", ".xz", lzma.compress)):
+        texts = [f"{name} β {i}\n" * (40 if i % 3 == 0 and i < 3 * long[name] else 1) for i in range(21)] + ["  "]
+        text = SEPARATOR.join(texts) + "\n<|endoftext|>\r\nthe\r\nend\n"
+        (folder / f"{name}.train.txt{suffix}").write_bytes(compress(text.encode()))
+        (folder / f"{name}.val.txt{suffix}").write_bytes(compress(f"{name} held out\n".encode()))
+    return folder
+
+
+def read_bytes(folder, name, part):
+    path, = folder.glob(f"{name}.{part}.txt*")
+    return lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+
+
+def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp_path):
+    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    (source / "vocab.bpe").write_text("a b")
+    taken = hold_out_long(source, out, count=8, least=400)
+    assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 4, "prose": 4}
+    for name, (_, size) in taken.items():
+        before, after, moved = (read_bytes(*place) for place in ((source, name, "train"), (out, name, "train"), (out, name, "long")))
+        documents = moved.split(SEPARATOR.encode())
+        assert documents.pop() == b"" and len(documents) == 4 and sum(map(len, documents)) == size
+        assert min(map(len, documents)) >= 400
+        for text in documents: # what is left is the text without them, byte for byte
+            whole = text + SEPARATOR.encode()
+            assert before.count(whole) == 1
+            before = before.replace(whole, b"")
+        assert before == after and after.count(b"\r\n") == 2
+        assert read_bytes(out, name, "val") == read_bytes(source, name, "val")
+    assert (out / "vocab.bpe").read_text() == "a b"
+    hold_out_long(source, tmp_path / "again", count=8, least=400)
+    for path in out.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_a_domain_with_few_long_documents_gives_all_and_the_others_give_more(tmp_path):
+    taken = hold_out_long(two_domains(tmp_path / "text", {"docs": 1, "prose": 6}), tmp_path / "apart", count=6, least=400)
+    assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 1, "prose": 5}
+
+
+def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
+    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    for options, error, message in (
+            (dict(count=13, least=400), ValueError, "has 12 documents of at least 400 bytes; 13 were to be held out"),
+            (dict(count=0), ValueError, "count is 0"), (dict(least=0), ValueError, "least is 0")):
+        with pytest.raises(error, match=message):
+            hold_out_long(source, out, **options)
+    with pytest.raises(FileExistsError, match="text exists; name a new folder"):
+        hold_out_long(source, source, count=2, least=400)
+    with pytest.raises(FileNotFoundError, match="none has no file NAME.train.txt"):
+        hold_out_long(tmp_path / "none", out)
+    (source / "prose.train.txt.xz").write_bytes((source / "prose.train.txt.xz").read_bytes()[:90])
+    with pytest.raises(ValueError, match="prose.train.txt.xz cannot be decompressed"):
+        hold_out_long(source, out, count=2, least=400)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    (source / "prose.long.txt").write_text("")
+    with pytest.raises(ValueError, match="already holds out long documents"):
+        hold_out_long(source, out, count=2, least=400)
+
+
+def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
+    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    hold_out_long(source, out, count=4, least=400)
+    before, after = open_texts(str(source)), open_texts(str(out))
+    assert before.long == {} and "long" not in before.summary()
+    for name in ("docs", "prose"):
+        texts = [text.encode() for _, text in file_documents(out / f"{name}.long.txt.xz")]
+        assert [bytes(document.tolist()) for document in after.long[name]] == texts and len(texts) == 2
+        about = after.summary()["long"][name]
+        assert about["documents"] == 2 and about["bytes"] == sum(map(len, texts)) + 2 and len(about["sha256"]) == 16
+    held, ours = before.summary()["domains"], after.summary()
+    assert ours["domains"] == held and ours["corpus"] != before.summary()["corpus"]
+    assert ours["train_tokens"] == before.summary()["train_tokens"] - sum(one["bytes"] for one in ours["long"].values())
+    hashes = {one["sha256"] for one in ours["long"].values()}
+    assert len(hashes) == 2 # a change of text or order is another one
+    after.long["docs"].reverse()
+    assert after.summary()["long"]["docs"]["sha256"] not in hashes
 
 
 # ---- tokenizers
