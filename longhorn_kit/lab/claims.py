@@ -396,8 +396,10 @@ _SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, w
 
 def sizes_differ() -> list:
     "Return how much larger Longhorn is than the models called equal in size."
-    larger = lambda name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
-    return [settled(f"as large as {NAMES[name]}", larger(name), False, "% larger") for name in ("attention", "gla")]
+    larger = {name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
+              for name in ("attention", "gla")}
+    return [settled(f"as large as {NAMES[name]}", share, abs(share) <= MARGINS["%"], "% larger")
+            for name, share in larger.items()]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-018
 CLAIMS += [
