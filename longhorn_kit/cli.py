@@ -21,7 +21,7 @@ from . import __version__
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
 from .lab.ledger import (
-    cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes)
+    cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes, reason)
 from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
 from .records import plural, to_plain
 
@@ -226,7 +226,7 @@ def run_claim(
     rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
     for row in [row for row in rows if row.claim.name == claim.name] or rows: # a part of a plan can be another claim's
         label, paper, here, n, verdict = cells(replace(row, scale=""))
-        print(f"  {label}: {here}, n = {n}, {verdict}")
+        print(f"  {label}: {here}, n = {n}, {verdict}{reason(row)}")
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]

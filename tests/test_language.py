@@ -14,8 +14,8 @@ from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
-from longhorn_kit.lab.language import (EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, SECOND, baselines, decode_costs, in_order, jobs, recipe_of,
-                                       scale_of, seen_windows, trigram, write_text)
+from longhorn_kit.lab.language import (EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, PUBLISHED, SECOND, baselines, chosen_runs, decode_costs,
+                                       in_order, jobs, recipe_of, scale_of, seen_windows, trigram, write_text)
 from longhorn_kit.lab.language_training import held_out_losses, new_model, open_texts, stretches, train_lm, trained_tokenizer
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
@@ -214,6 +214,8 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
     (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
     (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),
+    (lambda folder: replace(SMALL, judged=17), "judged is 17; it must be from 0 to 16"),
+    (lambda folder: replace(SMALL, models=("longhron",)), "'longhron' has no judged seeds; there are: longhorn, mamba"),
     (lambda folder: replace(SMALL, tokenizer="gpt2"), "baselines are for bytes; the tokenizer is gpt2"),
     (lambda folder: override(TINY, n_layer=0), "n_layer is 0"), (lambda folder: replace(SMALL, lengths=(0,)), "lengths is 0"),
     (lambda folder: replace(SMALL, runs=(("mamba", -1),)), "seed is -1"),
@@ -241,6 +243,9 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
     seeds = {mixer: sorted(seed for name, seed in pairs if name == mixer) for mixer in MAIN + SECOND + OTHERS}
     assert all(seeds[mixer] == list(range(n)) for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS)) for mixer in mixers)
     for config in (PRESETS["gpu"], PRESETS["paper"]): # the steps follow from the tokens
+        runs = chosen_runs(config)
+        assert len(set(seed for _, seed in runs)) == len(runs) == 16 and [mixer for mixer, _ in runs[:4]] == list(PUBLISHED)
+        assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), "more seeds and models keep what is finished"
         long, short = recipe_of(config), recipe_of(replace(config, tokens=config.tokens // 2))
         assert abs(short.steps - long.steps / 2) <= 1 and short.warmup == short.steps // 8 and long.lr == short.lr
     assert recipe_of(PRESETS["laptop"]) == LM_PRESETS["laptop"].train
@@ -315,7 +320,7 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name
     assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys() # recipes gain settings
     for here, there in ((record["settings"], recorded["settings"]),
                         (found, then), (found["baselines"], then["baselines"]), (found["runs"][0]["decode"], then["runs"][0]["decode"])):
-        assert here.keys() == there.keys()
+        assert here.keys() - {"judged", "models", "passes"} == there.keys() # of the rule with looks
     assert {frozenset(row) for row in found["runs"]} == {frozenset(row) for row in then["runs"]} and texts not in json.dumps(found)
     assert all(row["sample"].startswith("    def ") for row in found["runs"]) or not config.sample
     (comparison, verdict), *_ = outcomes("language", record)

@@ -8,10 +8,11 @@ import pytest
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
-from longhorn_kit.lab.front import front
-from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_json, ledger_markdown, ledger_summary, ledger_text, section
+from longhorn_kit.lab.compare import judge_contrasts, looks_of
+from longhorn_kit.lab.front import Finding, Shown, favours, front, leader
+from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_html, ledger_json, ledger_markdown, ledger_summary, ledger_text, reason, section
 from longhorn_kit.lab.plan import models_of
-from longhorn_kit.lab.stats import Comparison, judge
+from longhorn_kit.lab.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
 
 
@@ -244,6 +245,55 @@ def test_only_the_claims_without_code_say_so():
     rows = ledger("recorded runs only")
     assert {row.claim.name for row in rows if row.judgement.verdict == "no code"} == {
         "one-pass-width", "language-size", "language-350m", "sample-efficiency-size", "downstream", "value-projection", "step-size", "heads"}
+
+
+def looked(exact, mamba, kind="better", published=None):
+    "A row that the rule with looks has judged, at as many looks as there are seeds."
+    outcomes = {"exact": exact, "Mamba": mamba}
+    contrast = Contrast("exact | Mamba", (("exact", -1), ("Mamba", 1)), kind, published=published)
+    looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, len(exact)))
+    (pair,) = judge_contrasts([contrast], looks, dict.fromkeys(outcomes, "all"), missing)
+    return Row(fakes.claim(), *pair)
+
+
+FOUR, EIGHT = (0.0, 0.001, 0.002, 0.003), (0.0, 0.001, 0.002, 0.003) * 2
+
+
+def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside():
+    row = looked([1.30 + d for d in EIGHT], [1.32 + d for d in EIGHT], published=0.0044)
+    label, paper, here, n, verdict = cells(row)
+    assert (paper, n, verdict) == ("+0.0044", "4", "holds") and here.startswith("+0.0200 [") and here.endswith(", 98 % interval")
+    told = reason(row)
+    assert told.startswith(" (ahead, at 4 seeds; ") and "all 8 seeds: +0.0200 [" in told and "rank test p = 0.029" in told
+    assert "a fresh run of exact beats one of Mamba: 100% of pairs" in told and "excludes the published +0.0044" in told
+    for text in (" ".join(ledger_text([row], 200).split()), ledger_markdown([row]), ledger_html([row])):
+        assert "holds" in text and "ahead, at 4 seeds" in text and "98 % interval" in text and "rank test p = 0.029" in text
+    (line,) = json.loads(ledger_json([row]))
+    assert (line["side"], line["look"], line["level"]) == ("ahead", 4, 0.02) and "all 8 seeds" in line["beside"]
+    low, high = (f"{end:.1f}" for end in map(axis([row], "bits per byte", WIDE["plot"])[0], (line["low"], line["high"])))
+    assert f"M{low} " in picture([row]) and f"H{high}" in picture([row]), "the bar is the interval of the verdict"
+
+
+def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
+    close = [1.3 + d / 10 for d in FOUR]
+    better, as_good = looked(close, close), looked(close, close, "as good")
+    assert (better.judgement.verdict, as_good.judgement.verdict) == ("undecided", "holds")
+    assert all(reason(row).startswith(" (equal within the margin, at 4 seeds; ") for row in (better, as_good))
+    found = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
+    assert (leader(found), favours(found)) == ("", "equal within the margin"), "nobody is ahead"
+    behind = looked([d + 0.1 for d in close], close)
+    assert reason(behind).startswith(" (behind, at 4 seeds; ") and behind.judgement.verdict == "does not hold"
+
+
+def test_a_row_before_its_look_says_how_many_seeds_are_there():
+    row = looked([1.3] * 4, [1.4] * 3)
+    assert (row.judgement.verdict, cells(row)[2:4]) == ("not run", ("–", "–")) and row.comparison.waits
+    assert reason(row) == " (3 of 4 seeds so far)"
+
+
+def test_old_rows_say_nothing_of_looks():
+    rows = ledger("recorded runs only")
+    assert not any(row.judgement.side or row.judgement.look or row.judgement.beside or row.judgement.level != LEVEL for row in rows)
 
 
 @pytest.mark.parametrize("name, basis, words", [

@@ -86,15 +86,15 @@ def test_settings_that_cannot_be(override, message):
 
 def test_jobs_are_ordered_by_seed_and_only_a_gpu_measures(tmp_path):
     known = {scale: list(lab.jobs(config, Results(tmp_path))) for scale, config in PRESETS.items()}
-    assert [(s["model"], s["seed"]) for s in known["laptop"]] == [(name, seed) for seed in range(3) for name in MODELS]
-    assert [s["job"] for s in known["gpu"]] == ["training"] * 12 + ["speed"] * 4 + ["memory"] * 5
+    assert [(s["model"], s["seed"]) for s in known["laptop"]] == [(name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)]
+    assert [s["job"] for s in known["gpu"]] == ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
     assert known["gpu"][-1]["model"] == "deit, plain attention" and all(s["gpu"] for s in known["gpu"])
 
 
 def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged(tmp_path, monkeypatch):
     sets = tuple(ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (96, 40)))
     monkeypatch.setattr(lab, "digits", lambda: sets)
-    tiny = dict(workers=0, epochs=1, evaluations=2, seeds=(0, 1))
+    tiny = dict(workers=0, epochs=1, evaluations=2, judged=2)
     partial = run(EXPERIMENT, folder=tmp_path, **tiny, minutes=0)
     assert partial["missing"] == 8 and partial["results"]["seeds"] == [] and outcomes("vision", partial) == []
     record = run(EXPERIMENT, folder=tmp_path, **tiny)
@@ -102,5 +102,7 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
         assert set(record["results"]) == set(committed["results"])
         for key in ("top1", "top5", "loss", "curves", "seconds", "images_per_second", "parameters"):
             assert list(record["results"][key]) == list(committed["results"][key]) == list(MODELS)
-        assert committed["settings"] == to_plain(PRESETS[committed["scale"]])
-    assert [c.label for c, _ in outcomes("vision", record)] == [f"{name} as good as Mamba" for name in ("diagonal", "exact")]
+        assert committed["settings"] == {name: value for name, value in to_plain(PRESETS[committed["scale"]]).items() if name != "judged"} | {"seeds": [0, 1, 2]}
+    found = outcomes("vision", record)
+    assert [c.label for c, _ in found] == [f"{name} as good as Mamba, at one rate for all" for name in ("diagonal", "exact")]
+    assert {(j.verdict, j.why) for _, j in found} == {("not run", "4 seeds are needed")}

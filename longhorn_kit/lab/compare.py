@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['FIRST_JUDGED', 'RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'CHOSEN_RATES', 'CHOSEN_CELLS',
-           'edge', 'comparison_of', 'judge_contrasts', 'judged_seeds', 'looks_of', 'compare_recall', 'compare_designs',
-           'about_recall', 'about_rewritten', 'mqar_cells', 'both_cells', 'counts', 'limited', 'compare_mqar',
-           'about_mqar', 'compare_states', 'about_states', 'evaluations', 'nearest', 'losses', 'compare_language',
-           'reads', 'about_language', 'tokens_at', 'compare_tokens', 'compare_length', 'compare_needles',
-           'about_length', 'compare_vision', 'about_vision', 'timed_again', 'compare_training', 'no_fast_kernel']
+           'EXPLORED', 'edge', 'comparison_of', 'judge_contrasts', 'judged_seeds', 'looks_of', 'compare_recall',
+           'compare_designs', 'about_recall', 'about_rewritten', 'mqar_cells', 'both_cells', 'counts', 'limited',
+           'compare_mqar', 'about_mqar', 'compare_states', 'about_states', 'evaluations', 'nearest', 'losses',
+           'published_lead', 'compare_language', 'judged_losses', 'equal_losses', 'asked_seeds', 'compare_at_one_rate',
+           'remaining', 'compare_leads', 'reads', 'by_plan', 'about_language', 'tokens_at', 'compare_tokens',
+           'read_again', 'explored', 'compare_length', 'compare_needles', 'about_length', 'compare_vision',
+           'vision_at_one_rate', 'about_vision', 'timed_again', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-003
 import math
@@ -18,9 +20,9 @@ from dataclasses import replace
 from statistics import mean
 
 from .published import EXTRAPOLATION, OPENWEBTEXT
-from longhorn_kit.lab.stats import (
-    AHEAD, BEHIND, LOOKS, MARGINS, Comparison, Contrast, Fit, Judgement, effect, fit_mean, judge_looks,
-    judge_ratios)
+from .stats import (
+    AHEAD, BEHIND, LEVEL, LOOKS, MARGINS, Comparison, Contrast, Fit, Judgement, effect, fit_mean,
+    fit_rates, is_open, judge_looks, judge_ratios, show)
 from ..records import NAMES
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-007
@@ -46,13 +48,13 @@ def judge_contrasts(
     contrasts: list[Contrast],   # all that are planned for one claim and one question
     looks: list[dict[str, Fit]], # looks taken so far: model -> fit
     groups: dict[str, str],      # model -> group of models that share a variance
-    missing: str = "",           # why a contrast without a look has none
+    missing: str = "",           # what the next look waits for
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge contrasts by the rule with looks, as rows of the ledger."
     rows = []
     for contrast, judgement in zip(contrasts, judge_looks(contrasts, looks, groups)):
         comparison = comparison_of(contrast, judgement)
-        if comparison.waits:
+        if comparison.waits or is_open(judgement):
             judgement = replace(judgement, why=missing)
         rows.append((comparison, judgement))
     return rows
@@ -73,9 +75,11 @@ def looks_of(
     looks = []
     for count in LOOKS:
         models = [name for name, seeds in asked.items() if seeds >= count]
-        least = min((len(outcomes.get(name, ())) for name in models), default=0)
-        if not models or least < count:
-            return looks, f"{least} of {count} seeds so far" if models else ""
+        if not models:
+            return looks, "" if looks else f"{count} seeds are needed"
+        least = min(len(outcomes.get(name, ())) for name in models)
+        if least < count:
+            return looks, f"{least} of {count} seeds so far"
         looks.append({name: fit_mean(values[:count]) for name, values in outcomes.items()
                       if len(values) >= LOOKS[0]})
     return looks, ""
@@ -238,31 +242,124 @@ def losses(results: dict, mixer: str, tokens: float | None) -> dict: # of a lang
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-018
+def published_lead(results: dict, first: str, second: str, sizes: str) -> float | None: # sizes: row of `OPENWEBTEXT`
+    "Return by how much the first model's published loss is lower; None without one, or in another unit."
+    losses = OPENWEBTEXT[sizes]
+    same = {first, second} <= losses.keys() and results["unit"] == "nats per token"
+    return losses[second] - losses[first] if same else None
+
 def compare_language(
     record: dict,    # of `longhorn_kit.lab.language`
     pairs: tuple,    # (first, second): the claim gives the first the lower loss
     sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
-    "Compare held-out losses, seed by seed."
-    results, found, published = record["results"], [], OPENWEBTEXT[sizes]
+    "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one learning rate."
+    results, found = record["results"], []
     rate, unit = record["settings"]["train"]["lr"], results["unit"]
     for words, tokens in evaluations(results):
         for first, second in pairs:
             a, b = losses(results, first, tokens), losses(results, second, tokens)
             leads = tuple(b[seed] - a[seed] for seed in sorted(a.keys() & b.keys()))
             if leads:
-                same = {first, second} <= published.keys() and unit == "nats per token"
-                paper = published[second] - published[first] if same else None
                 found.append(Comparison(
                     f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words), leads, unit, searched=0,
-                    doubt=edge({name: (rate, [rate]) for name in (first, second)}), published=paper))
+                    doubt=edge({name: (rate, [rate]) for name in (first, second)}),
+                    published=published_lead(results, first, second, sizes)))
     return found
+
+# %% ../../nbs/machine/compare.ipynb #compare-one-rate
+def judged_losses(results: dict, tokens: float | None) -> dict: # of a language record -> {model: losses, in order}
+    "Return the losses of every model's judged seeds, up to the first that is missing; NaN if a run diverged."
+    found = {}
+    for run in sorted(results["runs"], key=lambda run: run["seed"]):
+        number, place = divmod(run["seed"], 1000)
+        losses = found.setdefault(NAMES[run["mixer"]], [])
+        if number and place == FIRST_JUDGED + len(losses):
+            diverged = "val" not in run
+            losses.append(math.nan if diverged else run["val"]["all"][nearest(run["val"], tokens)])
+    return found
+
+def equal_losses(results: dict) -> float:
+    "Return the margin of bits per byte in the unit of a language record."
+    margin = MARGINS["bits per byte"]
+    if results["unit"] == "bits per byte":
+        return margin
+    run = next((run for run in results["runs"] if "val" in run), None)
+    return margin * run["loss"]["all"] / run["bits_per_byte"] if run else margin
+
+def asked_seeds(record: dict, pairs: tuple) -> dict: # -> {model: seeds}
+    "Return how many judged seeds a run was asked for, of the models in these pairs."
+    settings = record["settings"]
+    return {NAMES[name]: settings["judged"] for name in settings["models"] if any(name in pair for pair in pairs)}
+
+def compare_at_one_rate(
+    record: dict,  # of `longhorn_kit.lab.language`, with judged seeds
+    pairs: tuple,  # (first, second): the claim gives the first the lower loss
+    sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
+) -> list[tuple[Comparison, Judgement]]:
+    "Judge held-out losses after the last step, at the one learning rate of a run; empty if no pair was asked for."
+    results, asked = record["results"], asked_seeds(record, pairs)
+    losses = judged_losses(results, None)
+    margin = equal_losses(results)
+    contrasts = []
+    for first, second in pairs:
+        a, b = NAMES[first], NAMES[second]
+        contrasts.append(Contrast(
+            f"{a} below {b}, at one rate for all", ((a, -1), (b, 1)), unit=results["unit"], margin=margin,
+            published=published_lead(results, first, second, sizes)))
+    present = {name for name in asked} | {name for name, values in losses.items() if values}
+    if not any(present >= {name for name, _ in contrast.weights} for contrast in contrasts):
+        return []
+    names = {name for contrast in contrasts for name, _ in contrast.weights}
+    looks, missing = looks_of({name: losses[name] for name in names & losses.keys()}, asked)
+    return judge_contrasts(contrasts, looks, dict.fromkeys(names, "language"), missing)
+
+# %% ../../nbs/machine/compare.ipynb #compare-leads
+def remaining(
+    label: str,
+    first: tuple[Comparison, Judgement], # after one pass
+    last: tuple[Comparison, Judgement],  # after the last
+) -> tuple[Comparison, Judgement]:
+    "Return whether a lead after one pass is still there after the last, with the last difference."
+    comparison, judgement = last
+    early = first[1]
+    comparison = replace(comparison, label=label)
+    if not (early.n and judgement.n): # something is missing, or diverged
+        return comparison, judgement if not judgement.n else replace(early, side="", look=0, beside="")
+    decided = {early.side, judgement.side} <= {AHEAD, BEHIND}
+    word = "undecided"
+    if decided:
+        word = "holds" if early.side == judgement.side else "does not hold"
+    before = f"after one pass {effect(*first)}, {early.side or 'undecided'}"
+    return comparison, replace(
+        judgement, verdict=word, p=max(early.p, judgement.p), look=max(early.look, judgement.look) if decided else 0,
+        beside="; ".join(filter(None, (before, judgement.beside))))
+
+def compare_leads(record: dict, pairs: tuple) -> list[tuple[Comparison, Judgement]]: # of a text that is read several times
+    "Judge whether the leads of the first pass remain after the last, at the one learning rate of a run."
+    results, asked = record["results"], asked_seeds(record, pairs)
+    (_, tokens), (words, _) = evaluations(results)
+    early = {f"{name}, one pass": losses for name, losses in judged_losses(results, tokens).items()}
+    outcomes = early | judged_losses(results, None)
+    margin = equal_losses(results)
+    contrasts = [
+        Contrast(NAMES[first], ((NAMES[first] + part, -1), (NAMES[second] + part, 1)), unit=results["unit"], margin=margin)
+        for part in (", one pass", "") for first, second in pairs]
+    groups = {name: "first" if name in early else "last" for name in outcomes}
+    looks, missing = looks_of(outcomes, asked | {f"{name}, one pass": seeds for name, seeds in asked.items()})
+    judged = judge_contrasts(contrasts, looks, groups, missing)
+    return [remaining(f"{NAMES[a]} and {NAMES[b]}: the lead after one pass remains {words}", first, last)
+            for (a, b), first, last in zip(pairs, judged, judged[len(pairs):])]
 
 # %% ../../nbs/machine/compare.ipynb #compare-n25
 def reads(passes: str, *compares: Callable) -> Callable: # passes: "once" or "repeated"
     "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
     kind = lambda record: "once" if len(evaluations(record["results"])) == 1 else "repeated"
     return lambda record: [found for compare in compares for found in compare(record)] if kind(record) == passes else []
+
+def by_plan(new: Callable, old: Callable) -> Callable: # record -> comparisons
+    "Return a function that reads records with judged seeds in the new way, and others as they were planned."
+    return lambda record: (new if record["settings"].get("judged") else old)(record)
 
 # %% ../../nbs/machine/compare.ipynb #aa770423
 def about_language(record: dict) -> str:
@@ -312,6 +409,41 @@ def compare_tokens(record: dict) -> list[Comparison]:
         found += [Comparison(label, tuple(saved), "%", searched=0, doubt=doubt)] * bool(saved or missing)
     return found
 
+# %% ../../nbs/machine/compare.ipynb #compare-explored
+EXPLORED = { # block -> its groups in the record, pairs: the claim gives the first the lower loss
+    "12 mixers, N = 16": (("paper",), (
+        ("diagonal N=16", "Mamba N=16"), ("exact N=16", "Mamba N=16"), ("exact N=16", "diagonal N=16"))),
+    "12 mixers, N = 64": (("equal-state",), (
+        ("exact N=64", "diagonal N=64"), ("exact N=64", "Gated DeltaNet"), ("exact N=64", "Mamba N=64"))),
+    "6 mixers with MLP": (("equal-state-mlp", "others-mlp"), tuple(
+        ("exact N=64, MLP", f"{name}, MLP")
+        for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32", "DeltaNet", "Mamba-2")))}
+
+def read_again(model: dict, rates: list[float]) -> Fit: # of a record of the first plan; the rates of its grid
+    "Estimate a model's loss from its walk and its judged runs, by the rule with looks."
+    number = lambda loss: math.nan if loss is None else loss
+    search = [(rates.index(float(rate)), number(loss)) for rate, loss in model["bracket"].items()]
+    judged = [number(run["bits_per_byte"]) for run in model["runs"]]
+    return fit_rates(search, judged, rates.index(model["lr"]))
+
+def explored(record: dict) -> tuple: # of the first one-pass plan -> title, header, rows
+    "Tabulate the first plan's runs as the rule with looks reads them: exploratory, without verdicts."
+    results, rows = record["results"], []
+    for block, (groups, pairs) in EXPLORED.items():
+        models = {model["name"]: model for group in groups for model in results["groups"].get(group, ())}
+        fits = {name: read_again(model, record["settings"]["rates"]) for name, model in models.items() if model["runs"]}
+        contrasts = [Contrast(f"{a} below {b}", ((a, -1), (b, 1))) for a, b in pairs if {a, b} <= fits.keys()]
+        for contrast, found in zip(contrasts, judge_looks(contrasts, [fits], dict.fromkeys(fits, block), level=LEVEL)):
+            if not found.n:
+                rows.append([block, contrast.label, found.why, "", "", ""])
+                continue
+            low, high = (show(end, contrast.unit) for end in (found.low, found.high))
+            share = f"{100 * (1 - found.level):.3g} %"
+            rows.append([block, contrast.label, show(found.difference, contrast.unit), f"[{low}, {high}], {share}",
+                         f"{found.p:.2g}", str(found.n)])
+    title = "Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them (bits per byte)"
+    return title, ["block", "comparison", "difference", "bar", "p, corrected", "judged seeds"], rows
+
 # %% ../../nbs/machine/compare.ipynb #38_compare-023
 def compare_length(
     record: dict,  # of `longhorn_kit.lab.extrapolation`
@@ -356,12 +488,25 @@ def about_length(record: dict) -> str:
             "of a long context")
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-025
-def compare_vision(record: dict) -> list[Comparison]:
-    "Compare top-1 accuracy with Mamba's scan in the same model."
+def compare_vision(record: dict) -> list:
+    "Compare top-1 accuracy with Mamba's scan in the same model; records with judged seeds are judged at once."
     top1, rate = record["results"]["top1"], record["settings"]["lr"]
+    if record["settings"].get("judged"):
+        return vision_at_one_rate(record)
     return [Comparison(f"{NAMES[name]} as good as Mamba", _ahead(top1[name], top1["mamba"]),
                        margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
             for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
+
+def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
+    "Judge top-1 accuracies at the one learning rate of a run."
+    outcomes = {NAMES[name]: [100 * share for share in shares]
+                for name, shares in record["results"]["top1"].items() if not name.startswith("deit")}
+    contrasts = [
+        Contrast(f"{name} as good as Mamba, at one rate for all", ((name, 1), ("Mamba", -1)), "as good", "points",
+                 MARGINS["points"])
+        for name in ("diagonal", "exact") if {name, "Mamba"} <= outcomes.keys()]
+    looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, record["settings"]["judged"]))
+    return judge_contrasts(contrasts, looks, dict.fromkeys(outcomes, "vision"), missing)
 
 def about_vision(record: dict) -> str:
     "Describe the data, the models and their training."

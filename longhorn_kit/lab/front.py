@@ -22,6 +22,7 @@ from .claims import PLATFORM
 from .compare import SHAPES, kernel_times
 from .forest import axis, both, mark, svg, text_at
 from .ledger import Row, ledger
+from .stats import EQUAL
 from ..records import read_json, records_root
 
 # %% ../../nbs/machine/front.ipynb #front-007
@@ -120,6 +121,8 @@ def leader(finding: Finding) -> str:
     timed = finding.row.comparison.unit == TIMES
     if not judgement.n or not timed and judgement.verdict not in ("holds", "does not hold"):
         return ""
+    if judgement.side == EQUAL:
+        return ""
     even = 1 if timed else 0
     return finding.shown.first if judgement.difference > even else finding.shown.second
 
@@ -134,8 +137,9 @@ def count(finding: Finding) -> str:
 
 def favours(finding: Finding) -> str:
     "Return whom a finding favours, in words."
-    verdict = finding.row.judgement.verdict
-    return leader(finding) or verdict.replace("cannot be judged", "not judged")
+    judgement = finding.row.judgement
+    open_or_equal = judgement.side if judgement.side == EQUAL else judgement.verdict
+    return leader(finding) or open_or_equal.replace("cannot be judged", "not judged")
 
 # %% ../../nbs/machine/front.ipynb #front-013
 def number(value: float, unit: str, sign: bool = False) -> str:
@@ -198,7 +202,8 @@ def kind(finding: Finding) -> str:
     "Return the class of a finding's leader: exact, diagonal, another, undecided or not judged."
     name = leader(finding)
     if not name:
-        return "undecided" if finding.row.judgement.verdict == "undecided" else "not judged"
+        judgement = finding.row.judgement
+        return "undecided" if judgement.verdict == "undecided" or judgement.side == EQUAL else "not judged"
     return name if name in ("exact", "diagonal") else "another"
 
 # %% ../../nbs/machine/front.ipynb #front-018

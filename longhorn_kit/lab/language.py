@@ -7,7 +7,7 @@ __all__ = ['PRESETS', 'EXPERIMENT', 'Language', 'scale_of', 'summarize', 'write_
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
 import json, lzma, math, os, shutil, time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n03
+from .compare import judged_seeds
 from .data import Sampler
 from .language_training import Texts, fit, held_out_losses, new_model, open_texts, source_of
 from .presets import LM_PRESETS, LMPreset, model_config, override
 from .processes import TrainingDiverged
 from .recipe import TrainConfig
 from .run import Experiment, Results
+from .stats import LOOKS
 from ..models import SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
@@ -33,6 +35,9 @@ MAIN = ("longhorn", "mamba", "longhorn_exact", "longhorn_scalar")  # three seeds
 SECOND = ("attention", "gla", "mamba_input_a")                     # two
 OTHERS = ("deltanet", "gated_deltanet", "mamba2", "retnet", "hgrn2", "rwkv6", "rwkv5", "longhorn_decoupled")
 LAPTOP = ("longhorn_exact", "longhorn", "mamba", "attention")
+PUBLISHED = ("longhorn", "mamba", "attention", "gla") # in the paper's table
+
+ALL = MAIN + SECOND + OTHERS
 
 def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS) -> tuple: # ((mixer, seed), ...)
     "Return three seeds of `main`, two of `second`, one of `others`."
@@ -43,7 +48,10 @@ def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS)
 @dataclass(frozen=True)
 class Language(LMPreset):
     "One scale of the experiment."
-    runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), the most telling first
+    runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), the most telling first; without `judged`
+    judged: int = field(default=0, metadata={"place": True}) # seeds of each of `models`; a verdict needs 4, 8 or 16
+    models: tuple[str, ...] = field(default=LAPTOP, metadata={"place": True}) # only with `judged`
+    passes: float = field(default=1.0, metadata={"place": True}) # over the text, with `judged`; up to 1: `tokens` at most
     tokens: int = 0          # for every run; 0: as in the recipe
     evaluations: int = 16    # per run; only with `tokens`
     baselines: bool = False  # measure trigram counts and xz too, on bytes
@@ -54,11 +62,22 @@ class Language(LMPreset):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf), lengths=(1, math.inf))
-        for mixer, seed in self.runs: # ValueError for an unknown mixer or a negative seed
+        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf), lengths=(1, math.inf),
+                     judged=(0, LOOKS[-1]), passes=(1e-6, 1e6))
+        if unknown := [mixer for mixer in self.models if mixer not in ALL]:
+            raise ValueError(f"{unknown[0]!r} has no judged seeds; there are: {', '.join(ALL)}")
+        for mixer, seed in chosen_runs(self): # ValueError for an unknown mixer or a negative seed
             mixer_options(mixer), replace(self.train, seed=seed)
         if self.baselines and self.tokenizer != "bytes":
             raise ValueError(f"baselines are for bytes; the tokenizer is {self.tokenizer}")
+
+# %% ../../nbs/lab/34_language.ipynb #34_language-judged
+def chosen_runs(config: Language) -> tuple: # ((mixer, seed), ...)
+    "Return the runs of a scale: its list, or the judged seeds of its models, seed by seed."
+    if not config.judged:
+        return config.runs
+    seeds = {mixer: judged_seeds(ALL.index(mixer) + 1, config.judged) for mixer in config.models}
+    return tuple((mixer, seeds[mixer][i]) for i in range(config.judged) for mixer in config.models)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-027
 def scale_of(preset: LMPreset, **more: object) -> Language: # more: fields
@@ -68,15 +87,19 @@ def scale_of(preset: LMPreset, **more: object) -> Language: # more: fields
 PRESETS = {
     "laptop": scale_of(LM_PRESETS["laptop"], runs=in_order((), (), LAPTOP), baselines=True, sample=240,
                        lengths=(128, 512, 2048, 8192)),
-    "gpu": scale_of(override(LM_PRESETS["small"], compile=True), tokens=160_000_000, gpu=True),
-    "paper": scale_of(LM_PRESETS["owt-120m"], runs=in_order((*MAIN, *SECOND), (), ()), tokens=2_457_600_000, gpu=True)}
+    "gpu": scale_of(override(LM_PRESETS["small"], compile=True), tokens=160_000_000, judged=LOOKS[0],
+                    models=PUBLISHED, gpu=True),
+    "paper": scale_of(LM_PRESETS["owt-120m"], tokens=2_457_600_000, judged=LOOKS[0], models=PUBLISHED, gpu=True)}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
-def recipe_of(config: Language) -> TrainConfig:
+def recipe_of(config: Language, unique: int = 0) -> TrainConfig: # unique: tokens of the text, if they are known
     "Return the recipe: steps follow from tokens, an eighth are warm-up."
-    recipe = config.train
-    if not config.tokens: return recipe
-    steps = max(2, config.tokens // (recipe.batch_size * recipe.context))
+    recipe, tokens = config.train, config.tokens
+    if not tokens: return recipe
+    if config.judged and unique:
+        whole = int(config.passes * unique)
+        tokens = whole if config.passes > 1 else min(tokens, whole)
+    steps = max(2, tokens // (recipe.batch_size * recipe.context))
     return replace(recipe, steps=steps, warmup=steps // 8, eval_every=max(1, steps // config.evaluations),
                    save_total_limit=1, save_every=0, save_seconds=300)
 
@@ -96,13 +119,16 @@ SIZES = ("d_model", "n_layer", "dropout", "val", "pad_vocab", "sizes")
 
 def jobs(config: Language, results: Results):
     "Yield one job per run, then the baselines' job; a note keeps place and speed."
-    source, recipe = text_of(config), asdict(recipe_of(config))
-    texts, speed = open_texts(**source), {name: recipe.pop(name) for name in sorted(SPEED)}
+    source = text_of(config)
+    texts = open_texts(**source)
+    recipe = asdict(recipe_of(config, len(texts.corpus.train)))
+    speed = {name: recipe.pop(name) for name in sorted(SPEED)}
     with atomic_file(results.folder / "note.json") as file:
         file.write(json.dumps({"text": source, "speed": speed}))
     model = {name: getattr(config, name) for name in SIZES} | {"tokenizer": texts.corpus.tokenizer.name}
     asked = {"prompt": config.prompt, "sample": config.sample, "lengths": list(config.lengths), "gpu": config.gpu}
-    for mixer, seed in (*config.runs, *[("baselines", config.runs[0][1])] * config.baselines):
+    first = config.runs[0][1] if config.runs else config.train.seed # its windows are those that baselines read
+    for mixer, seed in (*chosen_runs(config), *[("baselines", first)] * config.baselines):
         preset = model | {"train": recipe | {"seed": seed}}
         yield {"mixer": mixer, "seed": seed, "text": texts.summary(), "preset": preset} | asked
 
@@ -148,9 +174,10 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
-    "Return the text, the finished runs and the baselines."
+    "Return the text, the finished runs and the baselines; of judged models, those of earlier calls too."
     runs, levels = [], {}
-    for settings in jobs(config, results):
+    known = replace(config, models=ALL, judged=LOOKS[-1]) if config.judged else config
+    for settings in jobs(known, results):
         row = {name: part for name, part in (results.get(settings) or {}).items() if name not in ("settings", "sha256")}
         made, wall = row.pop("made", {}), row.pop("seconds", 0)
         if row and settings["mixer"] == "baselines":

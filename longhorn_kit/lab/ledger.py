@@ -23,7 +23,7 @@ import longhorn_kit
 from . import claims
 from .claims import BASES, PLATFORM, SCALES, Claim, find_claim, outcomes
 from .forest import forest, inline
-from .stats import WORDS, Comparison, Judgement, effect, show
+from .stats import LEVEL, WORDS, Comparison, Judgement, effect, show
 from ..records import plural, read_record, records_root, to_plain
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-088
@@ -64,20 +64,28 @@ def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # n
     return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-091
-def _rows_of_file(claim: Claim, path: Path, stem: str, shown: str) -> list[Row]: # stem: scale or variant; path to print
+def _rows_of_file(
+    claim: Claim,
+    source: str, # name of the claim whose record it should be
+    path: Path,
+    stem: str,   # scale, or name of a variant
+    shown: str,  # path to print
+) -> list[Row]:
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
-    source, folder = claim.reads or claim.name, path.parent
+    folder = path.parent
     command = rerun_command(source, stem)
     wrong = lambda **why: [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
     if not path.exists():
-        started = path.name == "record.json" and not claim.reads and folder.is_dir() and any(folder.iterdir())
+        own = path.name == "record.json" and source == claim.name
+        started = own and folder.is_dir() and any(folder.iterdir())
         return wrong(why="started, no record yet") if started else []
     try:
         record = load_record(path, source)
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
-        command = claim.commands.get(scale) or rerun_command(source, scale, record)
+        command = (source not in claim.also and claim.commands.get(scale)) or rerun_command(source, scale, record)
         found = read_outcomes(claim, record)
-        about = claim.about(record) if claim.about else ""
+        _, describe = claims.readers(claim)[source]
+        about = describe(record) if describe else ""
         if missing := record.get("missing"):
             about += f"{'; ' * bool(about)}{missing} jobs of this run are missing"
     except ERRORS as error:
@@ -87,14 +95,16 @@ def _rows_of_file(claim: Claim, path: Path, stem: str, shown: str) -> list[Row]:
 # %% ../../nbs/machine/ledger.ipynb #ledger-n13
 def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
-    source = claim.reads or claim.name
-    file = lambda scale: f"{source}/{scale}/record.json"
-    files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
-    if results:
-        further = sorted(path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES)
-        there = [f"{source}/{stem}.json" for stem in (*SCALES, *further)]
-        files += [(results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there]
-    return [row for file in files for row in _rows_of_file(claim, *file)]
+    rows = []
+    for source in claims.readers(claim):
+        file = lambda scale: f"{source}/{scale}/record.json"
+        files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
+        if results:
+            further = sorted(path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES)
+            there = [f"{source}/{stem}.json" for stem in (*SCALES, *further)]
+            files += [(results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there]
+        rows += [row for file in files for row in _rows_of_file(claim, source, *file)]
+    return rows
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
 def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results
@@ -188,12 +198,18 @@ def cells(row: Row) -> tuple[str, str, str, str, str]: # -> comparison, publishe
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
     paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
     n = str(found.n or "–") if row.comparison.differences else "–"
-    return label, paper, effect(row.comparison, found) or "–", n, str(found)
+    here = effect(row.comparison, found) or "–"
+    if found.level != LEVEL: # with looks, the bar is the one that the verdict was read from
+        here += f", {100 * (1 - found.level):.3g} % interval"
+    return label, paper, here, n, str(found)
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n27
 def reason(row: Row) -> str:
-    "Return why a row has no verdict, in brackets, or an empty text."
-    return f" ({row.judgement.why})" if row.judgement.why else ""
+    "Return what stands beside a verdict, and why there is none, in brackets; or an empty text."
+    found = row.judgement
+    side = f"{found.side}, at {found.look} seeds" if found.side else ""
+    texts = "; ".join(filter(None, (side, found.beside, found.why)))
+    return f" ({texts})" if texts else ""
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-096
 def _aligned(texts: tuple, widths: tuple) -> list[str]:
@@ -207,8 +223,8 @@ def ledger_text(rows: list[Row], width: int = 80) -> str: # width: characters pe
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
     say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
-    lines = say("A positive difference is for the claim.")
-    lines += _aligned(("COMPARISON", "PAPER", "HERE [95 %]", "n", "VERDICT"), widths)
+    lines = say("A positive difference is for the claim. An interval covers 95 % if no other share is given.")
+    lines += _aligned(("COMPARISON", "PAPER", "HERE [INTERVAL]", "n", "VERDICT"), widths)
     for claim, found in by_claim(rows):
         lines += ["", *say(f"{claim.name}: {claim.statement}"), *say(f"{claim.published} ({claim.source})", 2)]
         for (file, command), part in groupby(found, key=lambda row: (row.file, row.command)):
@@ -241,7 +257,7 @@ def ledger_json(rows: list[Row]) -> str:
     return json.dumps(to_plain(found), indent=1, ensure_ascii=False)
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-097
-HEADER = ("comparison", "paper", "here, with 95 % interval", "n", "verdict")
+HEADER = ("comparison", "paper", "here, with interval", "n", "verdict")
 
 def ledger_markdown(rows: list[Row]) -> str:
     "Write rows as a Markdown table."

@@ -26,10 +26,13 @@ def duration(seconds: float) -> str:
 def rows_of(record: dict) -> list[Row]:
     "Return the ledger rows of every claim that reads this record."
     name, scale = record["experiment"], record["scale"]
-    read = [claim for claim in claims.all_claims() if claim.compare and (claim.reads or claim.name) == name]
-    command = again(record)
-    return [Row(claim, *pair, scale, claim.about(record) if claim.about else "", command=command)
-            for claim in read for pair in read_outcomes(claim, record)]
+    command, rows = again(record), []
+    for claim in claims.all_claims():
+        if name in claims.readers(claim):
+            _, describe = claims.readers(claim)[name]
+            about = describe(record) if describe else ""
+            rows += [Row(claim, *pair, scale, about, command=command) for pair in read_outcomes(claim, record)]
+    return rows
 
 def again(record: dict) -> str:
     "Return the command that repeats a finished run."

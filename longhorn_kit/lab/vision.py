@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'EXPERIMENT', 'ImageSet', 'digits', 'cifar10', 'normalizer', 'accuracy', 'Config', 'training',
-           'measurements', 'jobs', 'run_job', 'summarize', 'batches', 'cut', 'cutmix', 'learn']
+           'measurements', 'seeds_of', 'jobs', 'run_job', 'summarize', 'batches', 'cut', 'cutmix', 'learn']
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-003
 import math, time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n03
+from .compare import judged_seeds
 from .fit import fit
 from .run import Experiment, Results
+from .stats import LOOKS
 from .vision_speed import DEITS, MODELS, PLAIN, make_model, memory, speed
 from ..records import check_ranges
 from timm.optim import param_groups_weight_decay # after the kit's models: they mend torchvision
@@ -81,7 +83,7 @@ class Config:
     size: str = "nano_patch2_8"  # of the models, a key of `DEITS`
     data: str = "digits"         # or what `cifar10` reads
     models: tuple = MODELS
-    seeds: tuple = (0, 1, 2)     # of weights and pictures
+    judged: int = field(default=LOOKS[0], metadata={"place": True}) # seeds of each model; a verdict needs 4, 8 or 16
     epochs: int = 5              # passes over the training images
     batch_size: int = 32         # images per step
     lr: float = 4e-3             # highest learning rate
@@ -97,7 +99,7 @@ class Config:
     gpu: bool = False            # train on a GPU, in bfloat16, and measure speed and memory there
 
     def __post_init__(self):
-        check_ranges(self, epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
+        check_ranges(self, judged=(1, LOOKS[-1]), epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
                      pad=(0, 32), evaluations=(1, 1000), lr=(1e-12, 1e38), min_lr_ratio=(0, 1),
                      weight_decay=(0, 1e38), clip=(0, 1e38))
         for known, asked in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
@@ -113,7 +115,7 @@ PRESETS = {
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-040
 def training(config: Config, name: str, seed: int) -> dict:
     "Return the settings of one model's training run."
-    recipe = {key: value for key, value in asdict(config).items() if key not in ("models", "seeds")}
+    recipe = {key: value for key, value in asdict(config).items() if key not in ("models", "judged")}
     return {"job": "training", "model": name, "seed": seed} | recipe
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n15
@@ -123,9 +125,15 @@ def measurements(config: Config) -> list[dict]:
     names = [*product(["speed"], config.models), *product(["memory"], [*config.models, *plain])]
     return [{"job": job, "model": name, "gpu": True} for job, name in names if config.gpu]
 
+def seeds_of(config: Config) -> dict[str, list[int]]: # -> model -> seeds of weights and pictures
+    "Return the judged seeds of every model, which are its own."
+    return {name: judged_seeds(MODELS.index(name) + 1, config.judged) for name in config.models}
+
 def jobs(config: Config, results: Results) -> list[dict]:
     "Return the training runs, seed by seed, then the measurements."
-    return [training(config, name, seed) for seed, name in product(config.seeds, config.models)] + measurements(config)
+    seeds = seeds_of(config)
+    runs = [training(config, name, seeds[name][i]) for i in range(config.judged) for name in config.models]
+    return runs + measurements(config)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:
@@ -143,16 +151,17 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n18
 def summarize(config: Config, results: Results) -> dict:
     "Collect the scores for the seeds that all models have finished, and the measurements."
-    rows = {name: [results.get(training(config, name, seed)) for seed in config.seeds] for name in config.models}
+    rows = {name: [results.get(training(config, name, seed)) for seed in seeds]
+            for name, seeds in seeds_of(config).items()}
     known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
-    done = [i for i in range(len(config.seeds)) if known and all(rows[name][i] for name in known)]
+    done = [i for i in range(config.judged) if known and all(rows[name][i] for name in known)]
     each = lambda key: {name: [rows[name][i]["training"][key] for i in done] for name in known}
     first = next(iter(known.values()), [None])[0]
     extra = [(s["model"], results.get(s) or {}) for s in measurements(config)]
     measured = lambda kind: {name: row[kind] for name, row in extra if kind in row}
     return {
         "data": "digits" if config.data == "digits" else "CIFAR-10", "val": first and first["val"],
-        "seeds": [config.seeds[i] for i in done], "epochs": first["training"]["epochs"] if first else [],
+        "seeds": done, "epochs": first["training"]["epochs"] if first else [],
         "parameters": {name: found[0]["parameters"] for name, found in known.items()},
         "curves": each("curve"), "speeds": measured("speed"), "memories": measured("memory"),
         **{key: each(key) for key in ("top1", "top5", "loss", "seconds", "images_per_second")}}

@@ -32,7 +32,7 @@ def language(record):
     made = {name: sorted({run[name] for run in runs}) for name in ("commit", "device")}
     new = {"settings": to_plain(config), "results": text | {"baselines": levels, "runs": runs}, "missing": 0, "made": made}
     if "(" in record["command"]:
-        what = f"'gpu', tokens={asked['tokens']}" if not laptop else "folder='runs/language/seeds', runs=language.in_order(language.LAPTOP, (), ())"
+        what = f"'gpu', tokens={asked['tokens']}, judged=0" if not laptop else "folder='runs/language/seeds', runs=language.in_order(language.LAPTOP, (), ())"
         new["command"] = f"python -c \"from longhorn_kit.lab import language, run; run.run(language.EXPERIMENT, {what})\""
         new["command"] = "LONGHORN_TEXT=texts " * (not laptop) + new["command"]
     return renamed(record) | new
