@@ -18,9 +18,9 @@ from statistics import mean
 
 from .compare import tokens_at
 from .plan import RATES, RECIPE, Model, scan_models
-from longhorn_kit.lab.stats import (
-    EXPLODED, LOOK_LEVEL, LOOKS, PLAN_SD, Comparison, Contrast, Fit, Judgement, fit_mean, fit_rates, is_open,
-    judge_looks)
+from .stats import (
+    APART, EXPLODED, FARTHEST, FLATTEST, LOOK_LEVEL, LOOKS, MEAN_SEARCH, PLAN_SD, PRIOR_DF, Comparison, Contrast, Fit,
+    Judgement, fit_mean, fit_rates, is_open, judge_looks)
 from ..records import to_plain
 
 # %% ../../nbs/machine/looks.ipynb #looks-006
@@ -522,7 +522,8 @@ def row_of(contrast: Contrast, judgement: Judgement, family: str) -> tuple[Compa
 # %% ../../nbs/machine/looks.ipynb #looks-041
 RULE = {"looks": LOOKS, "level": LOOK_LEVEL, "sd": PLAN_SD, "search seeds": SEARCH_SEEDS, "exploded": EXPLODED,
         "extra places": EXTRA, "control seeds": CONTROL_SEEDS,
-        "reruns": RERUNS}
+        "reruns": RERUNS, "flattest": FLATTEST, "farthest": FARTHEST, "apart": APART, "prior df": PRIOR_DF,
+        "mean search": MEAN_SEARCH}
 
 def looks_hash(recipe: dict = RECIPE) -> str:
     "Return a short hash of models, rates, comparisons, rule and recipe of the plan."
