@@ -70,7 +70,7 @@ PRESETS = {"gpu": OnePass(), "laptop": OnePass(
     rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2), sd=0.02, gpu=False)}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
-PLAN, STEPS = {"commit": None, "hash": "09d9080fb853fac8"}, 1245 # steps through the text of the plan
+PLAN, STEPS = {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"}, 1245 # steps through the text of the plan
 FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")} # arguments of `fit`
 
 def plan_of(config: OnePass, steps: int) -> dict:
