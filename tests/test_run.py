@@ -119,6 +119,14 @@ def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected
     assert second["results"] == expected and second["missing"] == 0
 
 
+def test_no_job_starts_that_would_end_after_the_deadline():
+    known = {lab_run.kind_of({"model": "a", "lr": 1}): [50.0, 70.0]}
+    now = time.time()
+    assert lab_run.ends_in_time({"model": "a", "lr": 2}, known, now + 65)
+    assert not lab_run.ends_in_time({"model": "a", "lr": 2}, known, now + 55)
+    assert lab_run.ends_in_time({"model": "a", "lr": 2}, {}, now + 1), "the first job always starts"
+
+
 @pytest.mark.parametrize("options, says", [
     ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
     ({"launcher": "ray"}, "launcher is 'ray'; expected local, slurm or dask"),

@@ -6,8 +6,8 @@
 __all__ = ['ERRORS', 'LOSSES', 'SAME_COST', 'BAR', 'LOST', 'Experiment', 'Results', 'one_job', 'device_name', 'one_thread',
            'Engine', 'Here', 'Lost', 'LocalJob', 'in_process', 'begin_process', 'end_with_driver', 'Processes',
            'StayingWorker', 'StayingJob', 'serve', 'StayingProcesses', 'Slurm', 'Dask', 'cluster_library', 'kind_of',
-           'likely_seconds', 'Estimate', 'time_left', 'estimate', 'roughly', 'drive', 'collect', 'stop', 'run',
-           'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
+           'likely_seconds', 'Estimate', 'time_left', 'seconds_by_kind', 'ends_in_time', 'estimate', 'roughly', 'drive',
+           'collect', 'stop', 'run', 'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
 
 # %% ../../nbs/machine/run.ipynb #run-003
 import hashlib, heapq, json, math, multiprocessing, os, shutil, signal, sys, threading, time, traceback
@@ -364,6 +364,19 @@ def time_left(running: list, waiting: list, workers: int) -> float: # seconds of
         heapq.heapreplace(free, free[0] + seconds)
     return max(free)
 
+def seconds_by_kind(done: list) -> dict[str, list[float]]: # metrics of finished jobs
+    "Return the seconds of finished jobs by their kind."
+    known = {}
+    for row in done:
+        known.setdefault(kind_of(row["settings"]), []).append(row["seconds"])
+    return known
+
+def ends_in_time(settings: dict, known: dict, deadline: float) -> bool: # known: from `seconds_by_kind`
+    "Check whether a job that starts now is expected to end before the deadline; True if nothing is known."
+    if deadline == math.inf or not known:
+        return True
+    return time.time() + likely_seconds(kind_of(settings), known) < deadline
+
 def estimate(
     done: list,    # metrics of finished jobs, at least one
     running: list, # (settings, time.monotonic() of its start) of running jobs
@@ -371,9 +384,7 @@ def estimate(
     workers: int,  # jobs at a time
 ) -> Estimate:
     "Estimate the time that a run needs."
-    known = {}
-    for row in done:
-        known.setdefault(kind_of(row["settings"]), []).append(row["seconds"])
+    known = seconds_by_kind(done)
     kinds = [kind_of(settings) for settings, _ in running] + [kind_of(settings) for settings in waiting]
     likely = {kind: likely_seconds(kind, known) for kind in set(kinds)}
     now = time.monotonic()
@@ -398,7 +409,7 @@ def drive(
     config: Any, # its settings
     results: Results,
     engine: Engine,
-    deadline: float = math.inf, # time.time() at which to stop
+    deadline: float = math.inf, # time.time() at which to stop; no job starts that would end later
     on_estimate: Callable[[Estimate], None] | None = None, # called whenever a job has ended
 ) -> int: # jobs that are not done
     "Run the missing jobs until none is left or the deadline has passed."
@@ -424,7 +435,8 @@ def drive(
                     bar.update(len(known) - len(left) - bar.n)
                 late = time.time() > deadline
                 while len(running) < engine.workers and not late:
-                    waiting = [folder for folder in todo if folder not in running]
+                    waiting = [folder for folder in todo if folder not in running
+                               and ends_in_time(todo[folder], seconds_by_kind(done), deadline)]
                     if not waiting:
                         break
                     folder = waiting[engine.choose([todo[other] for other in waiting])]
