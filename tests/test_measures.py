@@ -69,7 +69,7 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
     "Documents of any length read side by side, padded and in pieces, have the losses of each read alone."
     lm = model(name)
     documents = [found for part in measures.parts_of(texts(), LONGEST).values() for found in part]
-    for rows in (1, 5, 100):
+    for rows in (1, 5):
         losses = measures.read_documents(lm, documents, CONTEXT, rows)
         for found, tokens in zip(losses, documents):
             assert found.shape == (len(tokens) - 1,)
