@@ -108,15 +108,15 @@ def losses_by_length(
     rows: int,                   # at most `rows` times T tokens at a time
 ) -> np.ndarray:                 # (documents,5) nats
     "Return every document's loss in windows of T, 2T, 4T, 8T, 16T; NaN if it is shorter."
-    longest = context * MULTIPLES[-1]
+    *shorter, longest = (context * multiple for multiple in MULTIPLES)
     numbers = [number for number, loss in enumerate(carried) if len(loss) == longest]
     sums = np.full((len(documents), len(MULTIPLES)), np.nan)
-    sums[numbers, -1] = [carried[number].sum(dtype=np.float64) for number in numbers]
-    for column, multiple in enumerate(MULTIPLES[:-1] if numbers else ()):
-        length = context * multiple
-        windows = torch.cat([cut(documents[number], length, longest) for number in numbers])
-        nats = window_losses(model, windows, reading(model, context, rows))
-        sums[numbers, column] = nats.reshape(len(numbers), -1).sum(1, dtype=np.float64)
+    for column, length in enumerate((*shorter, longest)):
+        sums[numbers, column] = [carried[number][:length].sum(dtype=np.float64) for number in numbers]
+    for column, length in enumerate(shorter if numbers else ()):
+        windows = [cut(documents[number][length:], length, longest - length) for number in numbers]
+        nats = window_losses(model, torch.cat(windows), reading(model, context, rows))
+        sums[numbers, column] += nats.reshape(len(numbers), -1).sum(1, dtype=np.float64)
     return sums
 
 # %% ../../nbs/machine/measures.ipynb #measures-031
