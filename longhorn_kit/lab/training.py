@@ -211,7 +211,7 @@ def engine(run):
     "Return how steps are computed, for a record."
     here, config = run.accelerator, run.config
     return dict(processes=here.num_processes, sharding=run.kind, device=here.device.type, precision=config.precision,
-                compile=config.compile, fused_adamw=here.device.type == "cuda",
+                compile=config.compile, fused_adamw=bool(run.optimizer.defaults["fused"]),
                 loss_chunk=getattr(config, "loss_chunk", 0), scan=scan_backend_of(run))
 
 def scan_backend_of(run):
@@ -355,7 +355,7 @@ def finish_run(run):
         compile_blocks(run.bare.model)
     run.model = shard(run.bare, run.kind, run.accelerator)
     run.optimizer = torch.optim.AdamW(parameter_groups(run.bare, config.weight_decay, config.decay), config.lr,
-                                      (config.beta1, config.beta2), fused=device.type == "cuda" or None)
+                                      (config.beta1, config.beta2), fused=device.type in ("cpu", "cuda") or None)
     run.average = Average(run.bare, config.ema) if config.ema else None
     run.saving = Saving(config.async_save, run.accelerator.num_processes)
 

@@ -7,7 +7,6 @@ __all__ = ['chunked_scan', 'chunked_selective_scan']
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n04
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -230,40 +229,26 @@ MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": 
             "s6_given": elementwise(GivenS6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n62
-def longhorn_rate(k, v):
-    "Return the rates eps (B,T,D) of keys and logits, and the function: gradient of eps -> gradients of k and v."
-    eps, slope = rate_and_slope(k, v)
-    def pull(d_eps):
-        relative = d_eps * eps
-        return -2 * k * torch.linalg.vecdot(relative, eps)[..., None], relative * slope
-    return eps, pull
-
-def s6_rate(Rule, k, v):
-    "Return the step sizes (B,T,D) of a rule, and the function: their gradient -> gradients of k and v."
-    return Rule.size(v), lambda d_delta: (torch.zeros_like(k), d_delta * Rule.slope(v))
-
-def compiled(form: str, rate_of: Callable) -> Machine: # form: of `native`; rate_of: (k, v) -> rates, and their pull
+def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native`; Rule: of S6
     "Return the machine of a form in C++; its tape is the checkpoints."
-    def prepared(q, k, x, rate, A):
-        return *(t.contiguous() for t in (q, k, x, rate)), None if A is None else A.mT.contiguous()
+    def prepared(q, k, x, v, A):
+        rates = v if Rule is None else Rule.size(v)
+        return *(t.contiguous() for t in (q, k, x, rates)), None if A is None else A.mT.contiguous()
 
     def run(chunk, keep, q, k, x, v, A, S):
-        rate, _ = rate_of(k, v)
-        y, S, marks = native.forward(form, chunk, keep, *prepared(q, k, x, rate, A), fresh(S.mT))
+        y, S, marks = native.forward(form, chunk, keep, *prepared(q, k, x, v, A), fresh(S.mT))
         return y, S.mT.contiguous(), [marks]
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
-        rate, pull_rate = rate_of(k, v)
-        inputs = prepared(q, k, x, rate, A)
-        dq, dk, dx, drate, dA, dS = native.backward(form, chunk, *tape, *inputs, dy.contiguous(), fresh(dS.mT))
-        dk_of_rate, dv = pull_rate(drate)
-        return dq, dk + dk_of_rate, dx, dv, None if A is None else dA.mT, dS.mT
+        inputs = prepared(q, k, x, v, A)
+        dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy.contiguous(), fresh(dS.mT))
+        return dq, dk, dx, dv if Rule is None else dv * Rule.slope(v), None if A is None else dA.mT, dS.mT
 
     return Machine(run, pull)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n63
-IN_CPP = {"exact": compiled("exact", longhorn_rate), "diagonal": compiled("diagonal", longhorn_rate),
-          "s6": compiled("s6", partial(s6_rate, S6Rule)), "s6_given": compiled("s6", partial(s6_rate, GivenS6Rule))}
+IN_CPP = {"exact": compiled("exact"), "diagonal": compiled("diagonal"),
+          "s6": compiled("s6", S6Rule), "s6_given": compiled("s6", GivenS6Rule)}
 
 def machine_of(form: str, x: Tensor) -> Machine: # x: a tensor of the call
     "Return the machine that runs: in C++ for float32 on a CPU if it can be compiled, else in PyTorch."

@@ -62,6 +62,15 @@ STEP = r"""
 enum Form { DIAGONAL, EXACT, S6 };
 struct Sizes { long B, T, D, N, chunk; };
 
+template <Form form>
+static lanes rate_of(Sizes s, const float *k, lanes v) { // v: logits, in S6 the rates
+    if (form == S6) return v;
+    v = v < -80 ? lanes{} - 80 : v; // e^80 is finite
+    float norm = 0;
+    for (long n = 0; n < s.N; n++) norm += k[n] * k[n];
+    return 1 / (1 + norm + exponential(-v));
+}
+
 template <Form form> // fill gate and after (N), and return the value that is written
 static lanes step(Sizes s, const float *k, const float *A, long left, lanes rate, lanes value,
                   const lanes *before, lanes *gate, lanes *after) {
@@ -80,7 +89,7 @@ static lanes step(Sizes s, const float *k, const float *A, long left, lanes rate
 # %% ../../nbs/machine/native.ipynb #native-011
 FORWARD = r"""
 template <Form form>
-static void forward(Sizes s, long row, const float *q, const float *k, const float *x, const float *rate,
+static void forward(Sizes s, long row, const float *q, const float *k, const float *x, const float *v,
                     const float *A, float *S, float *y, float *marks) {
     lanes *state = new lanes[2 * s.N];
     lanes *gate = state + s.N;
@@ -94,9 +103,9 @@ static void forward(Sizes s, long row, const float *q, const float *k, const flo
                 for (long n = 0; n < s.N; n++) put(mark + n * s.D, state[n], left);
             }
             long token = row * s.T + t;
-            lanes r = get(rate + token * s.D + d, left);
+            lanes rate = rate_of<form>(s, k + token * s.N, get(v + token * s.D + d, left));
             lanes value = get(x + token * s.D + d, left);
-            step<form>(s, k + token * s.N, A + d, left, r, value, state, gate, state);
+            step<form>(s, k + token * s.N, A + d, left, rate, value, state, gate, state);
             lanes read = {};
             for (long n = 0; n < s.N; n++) read += q[token * s.N + n] * state[n];
             put(y + token * s.D + d, read, left);
@@ -110,21 +119,22 @@ static void forward(Sizes s, long row, const float *q, const float *k, const flo
 # %% ../../nbs/machine/native.ipynb #native-013
 BACKWARD = r"""
 template <Form form>
-static void backward(Sizes s, long row, const float *q, const float *k, const float *x, const float *rate,
+static void backward(Sizes s, long row, const float *q, const float *k, const float *x, const float *v,
                      const float *A, const float *marks, const float *dy, float *dS,
-                     float *dq, float *dk, float *dx, float *drate, float *dA) {
+                     float *dq, float *dk, float *dx, float *dv, float *dA) {
     const long N = s.N;
-    lanes *G = new lanes[(2 * s.chunk + 3) * N + s.chunk];
+    lanes *G = new lanes[(2 * s.chunk + 3) * N + 2 * s.chunk];
     lanes *states = G + N; // (chunk + 1, N)
     lanes *gates = states + (s.chunk + 1) * N; // (chunk, N)
-    lanes *rates = gates + s.chunk * N; // (N,) gradient of A
-    lanes *written = rates + N; // (chunk,)
+    lanes *dA_block = gates + s.chunk * N; // (N,)
+    lanes *written = dA_block + N; // (chunk,)
+    lanes *rates = written + s.chunk; // (chunk,)
     for (long d = 0; d < s.D; d += WIDTH) {
         long left = s.D - d;
         float *whole = dS + row * N * s.D + d;
         for (long n = 0; n < N; n++) {
             G[n] = get(whole + n * s.D, left);
-            rates[n] = lanes{};
+            dA_block[n] = lanes{};
         }
         for (long first = (s.T + s.chunk - 1) / s.chunk * s.chunk - s.chunk; first >= 0; first -= s.chunk) {
             long steps = s.T - first < s.chunk ? s.T - first : s.chunk;
@@ -132,37 +142,37 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
             for (long n = 0; n < N; n++) states[n] = get(mark + n * s.D, left);
             for (long i = 0; i < steps; i++) {
                 long token = row * s.T + first + i;
-                lanes r = get(rate + token * s.D + d, left);
+                rates[i] = rate_of<form>(s, k + token * N, get(v + token * s.D + d, left));
                 lanes value = get(x + token * s.D + d, left);
-                written[i] = step<form>(s, k + token * N, A + d, left, r, value,
+                written[i] = step<form>(s, k + token * N, A + d, left, rates[i], value,
                                         states + i * N, gates + i * N, states + (i + 1) * N);
             }
             for (long i = steps - 1; i >= 0; i--) {
                 long token = row * s.T + first + i;
                 const float *key = k + token * N, *query = q + token * N;
                 const lanes *before = states + i * N, *after = before + N, *gate = gates + i * N;
-                lanes r = get(rate + token * s.D + d, left);
+                lanes rate = rates[i];
                 lanes value = get(x + token * s.D + d, left); // in the exact form it becomes x - S k
                 lanes dread = get(dy + token * s.D + d, left);
-                lanes dwritten = {}, dr = {};
+                lanes dwritten = {}, drate = {};
                 for (long n = 0; n < N; n++) {
                     G[n] += query[n] * dread;
                     dwritten += key[n] * G[n];
                     dq[token * N + n] += sum(dread * after[n]);
                     if (form == EXACT) value -= key[n] * before[n];
                 }
-                lanes dvalue = r * dwritten;
+                lanes dvalue = rate * dwritten;
                 for (long n = 0; n < N; n++) {
                     lanes dkey = written[i] * G[n];
                     lanes dgate = G[n] * before[n];
                     if (form == DIAGONAL) {
-                        dr -= key[n] * key[n] * dgate;
-                        dkey -= 2 * key[n] * r * dgate;
+                        drate -= key[n] * key[n] * dgate;
+                        dkey -= 2 * key[n] * rate * dgate;
                     }
                     if (form == S6) {
                         dgate *= gate[n]; // now of the exponent
-                        dr += dgate * get(A + n * s.D + d, left);
-                        rates[n] += dgate * r;
+                        drate += dgate * get(A + n * s.D + d, left);
+                        dA_block[n] += dgate * rate;
                     }
                     if (form == EXACT) {
                         dkey -= dvalue * before[n];
@@ -172,13 +182,22 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                     }
                     dk[token * N + n] += sum(dkey);
                 }
+                drate += value * dwritten;
+                if (form != S6) { // from the rate to its key and logit
+                    lanes logit = get(v + token * s.D + d, left);
+                    logit = logit < -80 ? lanes{} - 80 : logit;
+                    drate *= rate * rate;
+                    float shared = sum(drate);
+                    for (long n = 0; n < N; n++) dk[token * N + n] -= 2 * key[n] * shared;
+                    drate *= exponential(-logit);
+                }
                 put(dx + token * s.D + d, dvalue, left);
-                put(drate + token * s.D + d, dr + value * dwritten, left);
+                put(dv + token * s.D + d, drate, left);
             }
         }
         for (long n = 0; n < N; n++) {
             put(whole + n * s.D, G[n], left);
-            if (form == S6) put(dA + (row * N + n) * s.D + d, rates[n], left);
+            if (form == S6) put(dA + (row * N + n) * s.D + d, dA_block[n], left);
         }
     }
     delete[] G;
@@ -188,16 +207,16 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
 # %% ../../nbs/machine/native.ipynb #native-015
 ENTRIES = r"""
 extern "C" void scan_forward(Form form, Sizes s, long start, long stop, const float *q, const float *k, const float *x,
-                             const float *rate, const float *A, float *S, float *y, float *marks) {
+                             const float *v, const float *A, float *S, float *y, float *marks) {
     auto run = form == DIAGONAL ? forward<DIAGONAL> : form == EXACT ? forward<EXACT> : forward<S6>;
-    for (long row = start; row < stop; row++) run(s, row, q, k, x, rate, A, S, y, marks);
+    for (long row = start; row < stop; row++) run(s, row, q, k, x, v, A, S, y, marks);
 }
 
 extern "C" void scan_backward(Form form, Sizes s, long start, long stop, const float *q, const float *k, const float *x,
-                              const float *rate, const float *A, const float *marks, const float *dy, float *dS,
-                              float *dq, float *dk, float *dx, float *drate, float *dA) {
+                              const float *v, const float *A, const float *marks, const float *dy, float *dS,
+                              float *dq, float *dk, float *dx, float *dv, float *dA) {
     auto run = form == DIAGONAL ? backward<DIAGONAL> : form == EXACT ? backward<EXACT> : backward<S6>;
-    for (long row = start; row < stop; row++) run(s, row, q, k, x, rate, A, marks, dy, dS, dq, dk, dx, drate, dA);
+    for (long row = start; row < stop; row++) run(s, row, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA);
 }
 """
 
@@ -249,18 +268,18 @@ def call(name: str, form: str, chunk: int, *tensors: Tensor | None) -> None: # t
     with ThreadPoolExecutor(parts) as pool:
         list(pool.map(run, bounds[:-1], bounds[1:])) # the list raises their errors
 
-def forward(form: str, chunk: int, keep: bool, q: Tensor, k: Tensor, x: Tensor, rate: Tensor, A: Tensor | None,
-            S: Tensor) -> tuple[Tensor, Tensor, Tensor]: # A (N,D); S (B,N,D), which becomes the final state
+def forward(form: str, chunk: int, keep: bool, q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None,
+            S: Tensor) -> tuple[Tensor, Tensor, Tensor]: # v: logits, in S6 step sizes; A (N,D); S (B,N,D), which becomes the final state
     "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), none unless kept."
     y = torch.empty_like(x)
     marks = x.new_empty(-(-x.shape[1] // chunk) if keep else 0, *S.shape)
-    call("scan_forward", form, chunk, q, k, x, rate, A, S, y, marks if keep else None)
+    call("scan_forward", form, chunk, q, k, x, v, A, S, y, marks if keep else None)
     return y, S, marks
 
-def backward(form: str, chunk: int, marks: Tensor, q: Tensor, k: Tensor, x: Tensor, rate: Tensor, A: Tensor | None,
+def backward(form: str, chunk: int, marks: Tensor, q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None,
              dy: Tensor, dS: Tensor) -> tuple: # dS (B,N,D), which becomes the gradient of the initial state
-    "Return the gradients of q, k, x, rate, A (N,D) or None, and the initial state."
-    dq, dk, dx, drate = torch.zeros_like(q), torch.zeros_like(k), torch.empty_like(x), torch.empty_like(x)
+    "Return the gradients of q, k, x, v, A (N,D) or None, and the initial state."
+    dq, dk, dx, dv = torch.zeros_like(q), torch.zeros_like(k), torch.empty_like(x), torch.empty_like(x)
     dA = None if A is None else torch.empty_like(dS)
-    call("scan_backward", form, chunk, q, k, x, rate, A, marks, dy, dS, dq, dk, dx, drate, dA)
-    return dq, dk, dx, drate, None if A is None else dA.sum(0), dS
+    call("scan_backward", form, chunk, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA)
+    return dq, dk, dx, dv, None if A is None else dA.sum(0), dS

@@ -35,7 +35,8 @@ def torch_conv(
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
     with no_autocast(x.device.type): # the outputs have the dtype of x
         y = F.conv1d(x, weight[:, None], bias, groups=len(weight)) if steps and x.numel() else x[..., width - 1:]
-    return (F.silu(y) if activation else y).transpose(1, 2).contiguous(), x[..., steps:].clone()
+    y = y.transpose(1, 2).contiguous() # first: SiLU and its gradient are fast in one layout
+    return F.silu(y) if activation else y, x[..., steps:].clone()
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
 def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
