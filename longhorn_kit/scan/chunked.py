@@ -241,8 +241,10 @@ def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
         inputs = prepared(q, k, x, v, A)
-        dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy.contiguous(), fresh(dS.mT))
-        return dq, dk, dx, dv if Rule is None else dv * Rule.slope(v), None if A is None else dA.mT, dS.mT
+        dy, dS = dy.contiguous(), fresh(dS.mT)
+        dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy, dS)
+        dv = dv if Rule is None else dv * Rule.slope(v)
+        return dq, dk, dx, dv, None if A is None else dA.mT, dS.mT
 
     return Machine(run, pull)
 

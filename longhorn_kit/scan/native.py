@@ -89,8 +89,8 @@ static lanes step(Sizes s, const float *k, const float *A, long left, lanes rate
 # %% ../../nbs/machine/native.ipynb #native-011
 FORWARD = r"""
 template <Form form>
-static void forward(Sizes s, long row, const float *q, const float *k, const float *x, const float *v,
-                    const float *A, float *S, float *y, float *marks) {
+static void forward(Sizes s, long row, const float *q, const float *k, const float *x,
+                    const float *v, const float *A, float *S, float *y, float *marks) {
     lanes *state = new lanes[2 * s.N];
     lanes *gate = state + s.N;
     for (long d = 0; d < s.D; d += WIDTH) {
@@ -119,8 +119,8 @@ static void forward(Sizes s, long row, const float *q, const float *k, const flo
 # %% ../../nbs/machine/native.ipynb #native-013
 BACKWARD = r"""
 template <Form form>
-static void backward(Sizes s, long row, const float *q, const float *k, const float *x, const float *v,
-                     const float *A, const float *marks, const float *dy, float *dS,
+static void backward(Sizes s, long row, const float *q, const float *k, const float *x,
+                     const float *v, const float *A, const float *marks, const float *dy, float *dS,
                      float *dq, float *dk, float *dx, float *dv, float *dA) {
     const long N = s.N;
     lanes *G = new lanes[(2 * s.chunk + 3) * N + 2 * s.chunk];
@@ -136,7 +136,8 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
             G[n] = get(whole + n * s.D, left);
             dA_block[n] = lanes{};
         }
-        for (long first = (s.T + s.chunk - 1) / s.chunk * s.chunk - s.chunk; first >= 0; first -= s.chunk) {
+        long chunks = (s.T + s.chunk - 1) / s.chunk;
+        for (long first = (chunks - 1) * s.chunk; first >= 0; first -= s.chunk) {
             long steps = s.T - first < s.chunk ? s.T - first : s.chunk;
             const float *mark = marks + (first / s.chunk * s.B + row) * N * s.D + d;
             for (long n = 0; n < N; n++) states[n] = get(mark + n * s.D, left);
@@ -152,7 +153,7 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                 const float *key = k + token * N, *query = q + token * N;
                 const lanes *before = states + i * N, *after = before + N, *gate = gates + i * N;
                 lanes rate = rates[i];
-                lanes value = get(x + token * s.D + d, left); // in the exact form it becomes x - S k
+                lanes value = get(x + token * s.D + d, left); // exact: becomes x - S k
                 lanes dread = get(dy + token * s.D + d, left);
                 lanes dwritten = {}, drate = {};
                 for (long n = 0; n < N; n++) {
@@ -206,38 +207,50 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
 
 # %% ../../nbs/machine/native.ipynb #native-015
 ENTRIES = r"""
-extern "C" void scan_forward(Form form, Sizes s, long start, long stop, const float *q, const float *k, const float *x,
-                             const float *v, const float *A, float *S, float *y, float *marks) {
-    auto run = form == DIAGONAL ? forward<DIAGONAL> : form == EXACT ? forward<EXACT> : forward<S6>;
+extern "C" void scan_forward(Form form, Sizes s, long start, long stop, const float *q,
+                             const float *k, const float *x, const float *v, const float *A,
+                             float *S, float *y, float *marks) {
+    auto run = forward<DIAGONAL>;
+    if (form == EXACT) run = forward<EXACT>;
+    if (form == S6) run = forward<S6>;
     for (long row = start; row < stop; row++) run(s, row, q, k, x, v, A, S, y, marks);
 }
 
-extern "C" void scan_backward(Form form, Sizes s, long start, long stop, const float *q, const float *k, const float *x,
-                              const float *v, const float *A, const float *marks, const float *dy, float *dS,
-                              float *dq, float *dk, float *dx, float *dv, float *dA) {
-    auto run = form == DIAGONAL ? backward<DIAGONAL> : form == EXACT ? backward<EXACT> : backward<S6>;
-    for (long row = start; row < stop; row++) run(s, row, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA);
+extern "C" void scan_backward(Form form, Sizes s, long start, long stop, const float *q,
+                              const float *k, const float *x, const float *v, const float *A,
+                              const float *marks, const float *dy, float *dS, float *dq, float *dk,
+                              float *dx, float *dv, float *dA) {
+    auto run = backward<DIAGONAL>;
+    if (form == EXACT) run = backward<EXACT>;
+    if (form == S6) run = backward<S6>;
+    for (long row = start; row < stop; row++)
+        run(s, row, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA);
 }
 """
 
 # %% ../../nbs/machine/native.ipynb #native-017
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-         "-Wno-psabi") # the last: lanes are passed to no other library
-INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno",
+         "-fno-trapping-math", "-Wno-psabi") # the last: lanes are passed to no other library
+INSTRUCTIONS = { # those that PyTorch uses -> flags
+    "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 
 def build(source: str) -> Path: # C++
-    "Compile a shared library, unless it is in the cache, and return its path; OSError or SubprocessError if that fails."
+    """Compile a shared library, unless it is in the cache, and return its path.
+
+    Raises OSError or SubprocessError if that fails."""
     flags = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    key = hashlib.sha256(repr((source, flags, platform.platform())).encode()).hexdigest()[:16]
+    facts = repr((source, flags, platform.platform()))
+    key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
     path = Path(os.environ.get("LONGHORN_CACHE") or default).expanduser() / f"scan-{key}.so"
-    if not path.exists():
-        compiler = os.environ.get("CXX") or shutil.which("c++")
-        if compiler is None:
-            raise OSError("there is no C++ compiler")
-        with atomic_path(path) as partial:
-            command = [compiler, *flags, "-x", "c++", "-", "-o", str(partial)]
-            subprocess.run(command, input=source.encode(), check=True, capture_output=True)
+    if path.exists():
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None:
+        raise OSError("there is no C++ compiler")
+    with atomic_path(path) as partial:
+        command = [compiler, *flags, "-x", "c++", "-", "-o", str(partial)]
+        subprocess.run(command, input=source.encode(), check=True, capture_output=True)
     return path
 
 @lru_cache(maxsize=1)
@@ -245,7 +258,7 @@ def library() -> ctypes.CDLL | None:
     "Return the compiled scans, or None if this machine cannot compile them."
     try:
         return ctypes.CDLL(str(build(LANES + STEP + FORWARD + BACKWARD + ENTRIES)))
-    except (OSError, RuntimeError, subprocess.SubprocessError): # RuntimeError: there is no home folder
+    except (OSError, subprocess.SubprocessError, RuntimeError): # the last: no home folder
         return None
 
 # %% ../../nbs/machine/native.ipynb #native-019
@@ -255,12 +268,19 @@ class Sizes(ctypes.Structure):
     "The struct of the same name."
     _fields_ = [(name, ctypes.c_long) for name in ("B", "T", "D", "N", "chunk")]
 
-def call(name: str, form: str, chunk: int, *tensors: Tensor | None) -> None: # the first: q, k (B,T,N) and x (B,T,D)
+def call(
+    name: str, form: str, chunk: int, # function of the library; of `FORMS`; steps per checkpoint
+    *tensors: Tensor | None, # the function's arguments: q, k (B,T,N), x (B,T,D), ...
+) -> None:
     "Run a function of the library on all rows of a batch, in as many threads as PyTorch uses."
     (B, T, D), N = tensors[2].shape, tensors[0].shape[-1]
-    addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     function, sizes = getattr(library(), name), Sizes(B, T, D, N, chunk)
-    run = lambda start, stop: function(FORMS.index(form), sizes, ctypes.c_long(start), ctypes.c_long(stop), *addresses)
+    addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+
+    def run(start, stop):
+        rows = ctypes.c_long(start), ctypes.c_long(stop)
+        function(FORMS.index(form), sizes, *rows, *addresses)
+
     parts = min(B, torch.get_num_threads())
     if parts < 2:
         return run(0, B)
@@ -268,18 +288,25 @@ def call(name: str, form: str, chunk: int, *tensors: Tensor | None) -> None: # t
     with ThreadPoolExecutor(parts) as pool:
         list(pool.map(run, bounds[:-1], bounds[1:])) # the list raises their errors
 
-def forward(form: str, chunk: int, keep: bool, q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None,
-            S: Tensor) -> tuple[Tensor, Tensor, Tensor]: # v: logits, in S6 step sizes; A (N,D); S (B,N,D), which becomes the final state
+def forward(
+    form: str, chunk: int, keep: bool, # keep the checkpoints
+    q: Tensor, k: Tensor, x: Tensor, v: Tensor, # v: logits; in S6 step sizes
+    A: Tensor | None, S: Tensor, # (N,D) of S6; (B,N,D), which becomes the final state
+) -> tuple[Tensor, Tensor, Tensor]:
     "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), none unless kept."
     y = torch.empty_like(x)
     marks = x.new_empty(-(-x.shape[1] // chunk) if keep else 0, *S.shape)
     call("scan_forward", form, chunk, q, k, x, v, A, S, y, marks if keep else None)
     return y, S, marks
 
-def backward(form: str, chunk: int, marks: Tensor, q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None,
-             dy: Tensor, dS: Tensor) -> tuple: # dS (B,N,D), which becomes the gradient of the initial state
+def backward(
+    form: str, chunk: int, marks: Tensor, # checkpoints of the forward
+    q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None, # as in `forward`
+    dy: Tensor, dS: Tensor, # (B,N,D), which becomes the gradient of the initial state
+) -> tuple:
     "Return the gradients of q, k, x, v, A (N,D) or None, and the initial state."
-    dq, dk, dx, dv = torch.zeros_like(q), torch.zeros_like(k), torch.empty_like(x), torch.empty_like(x)
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    dx, dv = torch.empty_like(x), torch.empty_like(x)
     dA = None if A is None else torch.empty_like(dS)
     call("scan_backward", form, chunk, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA)
     return dq, dk, dx, dv, None if A is None else dA.sum(0), dS
