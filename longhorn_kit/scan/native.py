@@ -72,14 +72,14 @@ static lanes rate_of(Sizes s, const float *k, lanes v) { // v: logits, in S6 the
 }
 
 template <Form form> // fill gate and after (N), and return the value that is written
-static lanes step(Sizes s, const float *k, const float *A, long left, lanes rate, lanes value,
-                  const lanes *before, lanes *gate, lanes *after) {
+static lanes step(Sizes s, const float *k, const lanes *A, lanes rate, lanes value,
+                  const lanes *before, lanes *gate, lanes *after) { // A (N): of these channels
     if (form == EXACT)
         for (long n = 0; n < s.N; n++) value -= k[n] * before[n];
     lanes written = rate * value;
     for (long n = 0; n < s.N; n++) {
         if (form == DIAGONAL) gate[n] = 1 - k[n] * k[n] * rate;
-        if (form == S6) gate[n] = exponential(rate * get(A + n * s.D, left));
+        if (form == S6) gate[n] = exponential(rate * A[n]);
         after[n] = (form == EXACT ? before[n] : gate[n] * before[n]) + k[n] * written;
     }
     return written;
@@ -91,12 +91,16 @@ FORWARD = r"""
 template <Form form>
 static void forward(Sizes s, long row, const float *q, const float *k, const float *x,
                     const float *v, const float *A, float *S, float *y, float *marks) {
-    lanes *state = new lanes[2 * s.N];
+    lanes *state = new lanes[3 * s.N];
     lanes *gate = state + s.N;
+    lanes *rates = gate + s.N; // these channels of A
     for (long d = 0; d < s.D; d += WIDTH) {
         long left = s.D - d;
         float *whole = S + row * s.N * s.D + d;
-        for (long n = 0; n < s.N; n++) state[n] = get(whole + n * s.D, left);
+        for (long n = 0; n < s.N; n++) {
+            state[n] = get(whole + n * s.D, left);
+            if (form == S6) rates[n] = get(A + n * s.D + d, left);
+        }
         for (long t = 0; t < s.T; t++) {
             if (marks && t % s.chunk == 0) {
                 float *mark = marks + (t / s.chunk * s.B + row) * s.N * s.D + d;
@@ -105,7 +109,7 @@ static void forward(Sizes s, long row, const float *q, const float *k, const flo
             long token = row * s.T + t;
             lanes rate = rate_of<form>(s, k + token * s.N, get(v + token * s.D + d, left));
             lanes value = get(x + token * s.D + d, left);
-            step<form>(s, k + token * s.N, A + d, left, rate, value, state, gate, state);
+            step<form>(s, k + token * s.N, rates, rate, value, state, gate, state);
             lanes read = {};
             for (long n = 0; n < s.N; n++) read += q[token * s.N + n] * state[n];
             put(y + token * s.D + d, read, left);
@@ -123,18 +127,20 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                      const float *v, const float *A, const float *marks, const float *dy, float *dS,
                      float *dq, float *dk, float *dx, float *dv, float *dA) {
     const long N = s.N;
-    lanes *G = new lanes[(2 * s.chunk + 3) * N + 2 * s.chunk];
+    lanes *G = new lanes[(2 * s.chunk + 4) * N + 2 * s.chunk];
     lanes *states = G + N; // (chunk + 1, N)
     lanes *gates = states + (s.chunk + 1) * N; // (chunk, N)
-    lanes *dA_block = gates + s.chunk * N; // (N,)
-    lanes *written = dA_block + N; // (chunk,)
-    lanes *rates = written + s.chunk; // (chunk,)
+    lanes *rates = gates + s.chunk * N; // (N,) these channels of A
+    lanes *drates = rates + N; // (N,)
+    lanes *written = drates + N; // (chunk,)
+    lanes *step_sizes = written + s.chunk; // (chunk,)
     for (long d = 0; d < s.D; d += WIDTH) {
         long left = s.D - d;
         float *whole = dS + row * N * s.D + d;
         for (long n = 0; n < N; n++) {
             G[n] = get(whole + n * s.D, left);
-            dA_block[n] = lanes{};
+            drates[n] = lanes{};
+            if (form == S6) rates[n] = get(A + n * s.D + d, left);
         }
         long chunks = (s.T + s.chunk - 1) / s.chunk;
         for (long first = (chunks - 1) * s.chunk; first >= 0; first -= s.chunk) {
@@ -143,16 +149,16 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
             for (long n = 0; n < N; n++) states[n] = get(mark + n * s.D, left);
             for (long i = 0; i < steps; i++) {
                 long token = row * s.T + first + i;
-                rates[i] = rate_of<form>(s, k + token * N, get(v + token * s.D + d, left));
+                step_sizes[i] = rate_of<form>(s, k + token * N, get(v + token * s.D + d, left));
                 lanes value = get(x + token * s.D + d, left);
-                written[i] = step<form>(s, k + token * N, A + d, left, rates[i], value,
+                written[i] = step<form>(s, k + token * N, rates, step_sizes[i], value,
                                         states + i * N, gates + i * N, states + (i + 1) * N);
             }
             for (long i = steps - 1; i >= 0; i--) {
                 long token = row * s.T + first + i;
                 const float *key = k + token * N, *query = q + token * N;
                 const lanes *before = states + i * N, *after = before + N, *gate = gates + i * N;
-                lanes rate = rates[i];
+                lanes rate = step_sizes[i];
                 lanes value = get(x + token * s.D + d, left); // exact: becomes x - S k
                 lanes dread = get(dy + token * s.D + d, left);
                 lanes dwritten = {}, drate = {};
@@ -172,8 +178,8 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                     }
                     if (form == S6) {
                         dgate *= gate[n]; // now of the exponent
-                        drate += dgate * get(A + n * s.D + d, left);
-                        dA_block[n] += dgate * rate;
+                        drate += dgate * rates[n];
+                        drates[n] += dgate * rate;
                     }
                     if (form == EXACT) {
                         dkey -= dvalue * before[n];
@@ -198,7 +204,7 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
         }
         for (long n = 0; n < N; n++) {
             put(whole + n * s.D, G[n], left);
-            if (form == S6) put(dA + (row * N + n) * s.D + d, dA_block[n], left);
+            if (form == S6) put(dA + (row * N + n) * s.D + d, drates[n], left);
         }
     }
     delete[] G;
