@@ -185,8 +185,9 @@ class RecallModel(nn.Module):
         names = [name for name in ("query", "key", "value", "rate_down") if hasattr(self, name)]
         weights = [getattr(self, name) for name in names]
         of_key, of_symbol = torch.cat(weights, -1).split([self.config.key_size, self.config.embed], 1)
-        one_hot = F.one_hot(symbols.flatten(1), self.config.values + 1).to(keys.dtype)
-        token = torch.cat([keys.flatten(1, 2), one_hot], -1) # (R,BT,K+V+1)
+        all_symbols = torch.arange(self.config.values + 1, device=symbols.device)
+        one_hot = symbols.flatten(1)[..., None] == all_symbols # `F.one_hot` makes integers of 64 bits
+        token = torch.cat([keys.flatten(1, 2), one_hot.to(keys.dtype)], -1) # (R,BT,K+V+1)
         projected = token @ torch.cat([of_key, self.embedding @ of_symbol], 1)
         return list(projected.split([weight.shape[-1] for weight in weights], -1))
 
