@@ -74,7 +74,7 @@ def test_one_rate_for_all_channels(form):
 def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
     t = leaves(make(2, 40, 24, 8, form=form))
     compiled = everything(scan(form, t), t)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiles", lambda: False)
     assert chunked.machine_of(form, t["x"]) is chunked.MACHINES[form]
     for name, expected in everything(scan(form, t), t).items():
         torch.testing.assert_close(compiled[name], expected, rtol=1e-4, atol=1e-4)

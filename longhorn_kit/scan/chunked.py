@@ -252,11 +252,13 @@ def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native
 IN_CPP = {"exact": compiled("exact"), "diagonal": compiled("diagonal"),
           "s6": compiled("s6", S6Rule), "s6_given": compiled("s6", GivenS6Rule)}
 
-def machine_of(form: str, x: Tensor) -> Machine: # x: a tensor of the call
-    "Return the machine that runs: in C++ for float32 on a CPU if it can be compiled, else in PyTorch."
-    if form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.library():
-        return IN_CPP[form]
-    return MACHINES[form]
+def in_cpp(form: str, x: Tensor) -> bool: # x: a tensor of the call
+    "Return whether a scan runs in C++: in float32 on a CPU, if it can be compiled."
+    return form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.compiles()
+
+def machine_of(form: str, x: Tensor) -> Machine: # as in `in_cpp`
+    "Return the machine that runs, in C++ or in PyTorch."
+    return IN_CPP[form] if in_cpp(form, x) else MACHINES[form]
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
 CACHED = 2**17 # numbers in a buffer that stays in the cache, half a megabyte of float32
@@ -377,7 +379,9 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    chunk, keep = chunk or chunk_length(form, *x.shape, k.shape[-1]), learns and not exporting()
+    keep = learns and not exporting()
+    if not chunk:
+        chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
     y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
