@@ -6,7 +6,7 @@
 __all__ = ['FLAGS', 'INSTRUCTIONS', 'FORMS', 'STEPS', 'build', 'library', 'compiles', 'Sizes', 'call', 'forward', 'backward']
 
 # %% ../../nbs/machine/native.ipynb #native-004
-import ctypes, hashlib, os, platform, shutil, subprocess
+import ctypes, hashlib, os, platform, shlex, subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -251,11 +251,9 @@ def build(source: str) -> Path: # C++
     path = Path(os.environ.get("LONGHORN_CACHE") or default).expanduser() / f"scan-{key}.so"
     if path.exists():
         return path
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        raise OSError("there is no C++ compiler")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     with atomic_path(path) as partial:
-        command = [compiler, *flags, "-x", "c++", "-", "-o", str(partial)]
+        command = [*compiler, *flags, "-x", "c++", "-", "-o", str(partial)]
         subprocess.run(command, input=source.encode(), check=True, capture_output=True)
     return path
 
