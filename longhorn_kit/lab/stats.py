@@ -196,7 +196,7 @@ def _estimate(contrast, fits, variances):
     total = sum(part for part, _ in parts)
     df = min(df for _, df in parts)
     if 0 < total < math.inf:
-        df = total**2 / sum(part**2 / df for part, df in parts)
+        df = total**2 / sum(part**2 / part_df for part, part_df in parts)
     return _Estimate(difference, math.sqrt(total), df, n)
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-006
