@@ -1,7 +1,9 @@
 """Every claim can get a verdict: runs as its command would make, with invented results, give "holds" for some and "does not hold" for others."""
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,9 @@ from longhorn_kit import cli
 from longhorn_kit.lab import claims, extrapolation, language, published
 from longhorn_kit.lab.claims import all_claims, find_claim, find_experiment, outcomes
 from longhorn_kit.lab.plan import GROUPS
-from longhorn_kit.records import to_plain
+from longhorn_kit.records import read_record, to_plain
 
+RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
 NO_CODE = {"one-pass-width", "language-size", "language-350m", "sample-efficiency-size", "downstream", "value-projection", "step-size", "heads"}
 
 
@@ -117,6 +120,26 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
     assert (unseen.verdict, unseen.why, early.differences, early.waits) == ("not run", "3 of 4 seeds so far", (), True)
 
 
+def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, tmp_path):
+    short = text_of(7_600_000)
+    short.summary = lambda: {"unit": "bits per byte", "train_tokens": 7_600_000, "domains": {"held out": {}}}
+    monkeypatch.setattr(language, "open_texts", lambda **source: short)
+    (_, scale, config), = commanded("longhorn reproduce language --judged 4")
+    preset = language.PRESETS[scale]
+    assert all(field.metadata.get("place") for field in fields(preset) if getattr(config, field.name) != getattr(preset, field.name))
+    usual = language_metrics({"longhorn_exact": 2.5, "longhorn": 2.6, "mamba": 2.4, "attention": 3.6})
+    def metrics(settings):
+        if settings["mixer"] == "baselines":
+            return {"trigram": 3.0}
+        return usual(settings) if settings["mixer"] in config.models else None
+    record = record_of("language", scale, config, metrics, tmp_path)
+    assert record["results"]["baselines"] == {"trigram": 3.0}
+    assert [j.verdict for _, j in outcomes("language", record)] == ["does not hold", "holds", "not run"], "GLA is not among the laptop's models"
+    assert [j.verdict for _, j in outcomes("exact-language", record)] == ["holds"]
+    unjudged = record_of("language", scale, preset, metrics, tmp_path)
+    assert {j.why for _, j in outcomes("language", unjudged)} == {"one learning rate was tried (0.003)"}, "as in the recorded run"
+
+
 def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
@@ -129,6 +152,23 @@ def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_
     rows = {c.label.split(" below ")[1].split(",")[0]: j for c, j in outcomes("language", record_of("language", "gpu", config, metrics, tmp_path))}
     assert {name: j.verdict for name, j in rows.items()} == {"Mamba": "holds", "attention": "holds", "GLA": "cannot be judged"}
     assert rows["GLA"].why == "GLA: 1 of 4 runs exploded"
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE, "repetition"])
+def test_the_expected_minutes_follow_from_recorded_seconds(name):
+    claim = find_claim(name)
+    known = read_record(RECORDS / "language/gpu_160m.json")["results"]
+    wall = {}
+    for run in known["runs"]:
+        wall.setdefault(run["mixer"], []).append(run["wall_seconds"] / run["tokens"])
+    speeds = {row["mixer"]: row["tokens_per_second"] for row in read_record(RECORDS / "language/throughput.json")["rows"]
+              if row["context"] == 1024 and row["compile"]}
+    for scale, command in claim.commands.items():
+        (_, _, config), = commanded(command)
+        gpus = {"gpu": 1, "paper": 4}[scale]
+        tokens = config.tokens if scale == "paper" else config.passes * known["train_tokens"]
+        seconds = tokens * sum(1 / speeds[mixer] if scale == "paper" else mean(wall[mixer]) for mixer in config.models)
+        assert claim.minutes[scale] == pytest.approx(config.judged * seconds / gpus / 60, rel=0.02, abs=0.6)
 
 
 def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'BASES', 'CLAIMS', 'PAPER_KERNEL', 'Claim', 'outcomes', 'readers', 'second_plan',
-           'about_second_plan', 'judged', 'higher_on_all', 'settled', 'longhorn_below', 'at_one_rate', 'models_in',
-           'train_all', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims', 'find_claim',
-           'find_experiment', 'runnable']
+           'about_second_plan', 'with_verdicts', 'higher_on_all', 'settled', 'longhorn_below', 'at_one_rate',
+           'models_in', 'train_all', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims',
+           'find_claim', 'find_experiment', 'runnable']
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-003
 import difflib, importlib, math
@@ -22,7 +22,7 @@ from .compare import (
     EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_rewritten,
     about_states, about_vision, by_plan, compare_at_one_rate, compare_designs, compare_language,
     compare_leads, compare_length, compare_mqar, compare_needles, compare_recall, compare_states, compare_times,
-    compare_tokens, compare_training, compare_vision, judge_contrasts, looks_of, no_fast_kernel, reads)
+    compare_tokens, compare_training, compare_vision, contrast_rows, looks_of, no_fast_kernel, reads)
 from .plan import (
     EXPLORATORY, about_one_pass, compare_exploratory, compare_losses, compare_tokens_saved)
 from .published import (
@@ -44,7 +44,7 @@ class Claim:
     compare: Callable | None = None # record -> list of `Comparison`
     about: Callable | None = None   # record -> a description of the run
     reads: str | None = None        # the claim whose record `compare` reads, if not this one
-    also: dict = field(default_factory=dict) # a further claim whose record is read -> (its `compare`, its `about`)
+    also: dict = field(default_factory=dict) # further claim whose record is read -> (compare, about)
     timed: Callable | None = None   # record of times -> list of (Comparison, Judgement)
     times: str = "kernels/results/h200.json" # path of that record in a checkout
     later: str = "" # path of a newer record of times, which `timed` gets as its second argument
@@ -71,7 +71,7 @@ def outcomes(name: str, record: dict) -> list[tuple[Comparison, Judgement]]:
     "Return every comparison of a claim in a record with its judgement."
     claim = find_claim(name)
     compare, _ = claim.also.get(record.get("experiment"), (claim.compare, None))
-    return judged(compare(record), LEVEL / claim.stages)
+    return with_verdicts(compare(record), LEVEL / claim.stages)
 
 def readers(claim: Claim) -> dict: # -> name of an experiment: (compare, about)
     "Return how the records that a claim reads are compared and described."
@@ -79,7 +79,7 @@ def readers(claim: Claim) -> dict: # -> name of an experiment: (compare, about)
     return own | claim.also
 
 def second_plan(name: str) -> Callable: # record of one-pass -> judged comparisons
-    "Return the reading of a claim in a record of the second one-pass plan; empty for a record of the first."
+    "Return the reading of a claim in a one-pass record: of the second plan, empty for the first."
     def compare(record):
         if "rule" not in record["results"]["plan"]:
             return []
@@ -92,7 +92,10 @@ def about_second_plan(record: dict) -> str:
     size = min(record["results"]["train_tokens"], record["settings"]["tokens"]) / 1e6
     return f"{size:.1f}M unique bytes, read once"
 
-def judged(found: list, level: float = LEVEL) -> list[tuple[Comparison, Judgement]]: # found: by a claim's `compare`
+def with_verdicts(
+    found: list, # by a claim's `compare`
+    level: float = LEVEL,
+) -> list[tuple[Comparison, Judgement]]:
     "Judge the comparisons of older plans together; those with looks are judged already."
     open_ones = [comparison for comparison in found if isinstance(comparison, Comparison)]
     judgements = iter(judge(open_ones, level))
@@ -135,20 +138,27 @@ _PUBLISHED = longhorn_below("mamba", "attention", "gla")
 _EXACT = ("longhorn_exact", "longhorn")
 _VARIANT = ("mamba", "mamba_input_a")
 _REPEATED = (*_PUBLISHED, *longhorn_below("longhorn_scalar", *_OTHERS), _EXACT, _VARIANT)
-_AT_ONE_RATE = "at one learning rate for all, as the authors compare, after one pass over the text, at 4, 8 or 16 seeds"
+_AT_ONE_RATE = ("at one learning rate for all, as the authors compare, after one pass over the text, "
+                "at 4, 8 or 16 seeds")
 
 def models_in(pairs: tuple) -> list[str]: # ((first, second), ...)
     "Return the models of some pairs, each once."
     return list(dict.fromkeys(name for pair in pairs for name in pair))
 
 def _language(pairs: tuple, gpu: int, paper: int, sizes: str = "120M") -> dict: # gpu, paper: minutes
-    "Return the entries of a claim about losses at one rate: its record, and the commands that train its models."
-    command = f"LONGHORN_TEXT=FOLDER longhorn reproduce language --scale {{}} --models {' '.join(models_in(pairs))}"
-    return dict(compare=at_one_rate(*pairs, sizes=sizes), about=about_language, minutes={"gpu": gpu, "paper": paper},
-                commands={scale: command.format(scale) for scale in SCALES[1:]})
+    "Return the entries of a claim about losses at one rate, with the commands of its runs."
+    run = "LONGHORN_TEXT=FOLDER longhorn reproduce language"
+    models = " ".join(models_in(pairs))
+    commands = {scale: f"{run} --scale {scale} --models {models}" for scale in SCALES[1:]}
+    return dict(compare=at_one_rate(*pairs, sizes=sizes), about=about_language,
+                minutes={"gpu": gpu, "paper": paper}, commands=commands)
 
-_repeated_before = reads("repeated", partial(compare_language, pairs=_REPEATED[:-1]),
-                         partial(compare_language, pairs=_REPEATED[-1:], sizes="350M"), compare_tokens)
+_repeated_before = reads(
+    "repeated", partial(compare_language, pairs=_REPEATED[:-1]),
+    partial(compare_language, pairs=_REPEATED[-1:], sizes="350M"), compare_tokens)
+_repeated_command = (
+    "LONGHORN_TEXT=FOLDER longhorn reproduce language --scale gpu --passes 4 --out runs/repeated "
+    f"--models {' '.join(models_in(_REPEATED))} && longhorn claims repetition --out runs/repeated")
 CLAIMS = [
     Claim(
         name="one-pass", source=THREAD, published="nats per token, another text and size: Longhorn 0.013 below Mamba",
@@ -176,7 +186,7 @@ CLAIMS = [
         statement="Read once, the exact form has a lower loss than its other forms, Mamba-2, DeltaNet and GLA, and "
                   "letting Mamba's A depend on the input does not help Mamba.",
         rule="lower held-out loss in the same block, 3 seeds (one rate is a diagonal form, so that pair differs in two "
-             "things)"),
+             "things; scalar-rate compares one rate with the diagonal form)"),
     Claim(
         name="one-pass-width", **_KIT,
         statement="The order at equal state is the same at width 768, on GPT-2's tokens.",
@@ -216,9 +226,7 @@ CLAIMS = [
         rule="at one learning rate for all, a pair's lead is decided after one pass and after the last, at 4, 8 or 16 "
              "seeds: on the same side it remains, on the other side it does not",
         compare=reads("repeated", by_plan(partial(compare_leads, pairs=_REPEATED), _repeated_before)),
-        minutes={"gpu": 330}, commands={
-            "gpu": "LONGHORN_TEXT=FOLDER longhorn reproduce language --scale gpu --passes 4 --out runs/repeated "
-                   f"--models {' '.join(models_in(_REPEATED))} && longhorn claims repetition --out runs/repeated"}),
+        minutes={"gpu": 330}, commands={"gpu": _repeated_command}),
     Claim(
         name="exact-cost", source=THREAD, published="no number",
         statement="The exact form has no efficient implementation, and an attempt at one was numerically unstable.",
@@ -276,9 +284,11 @@ CLAIMS += [
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-012
 _ONE_SEED = "one seed of each model, so no verdict"
-def _on_long_texts(*mixers): # a command that trains four seeds of each and reads long texts with them
-    return (f"longhorn reproduce language --scale gpu --data FOLDER --models {' '.join(mixers)} && longhorn reproduce "
-            "extrapolation --scale gpu --checkpoints runs/language/gpu --data FOLDER")
+def _on_long_texts(*mixers):
+    "Return a command that trains four seeds of each mixer and reads long texts with them."
+    train = f"longhorn reproduce language --scale gpu --data FOLDER --models {' '.join(mixers)}"
+    read = "longhorn reproduce extrapolation --scale gpu --checkpoints runs/language/gpu --data FOLDER"
+    return f"{train} && {read}"
 
 CLAIMS += [
     Claim(
@@ -442,9 +452,9 @@ def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
         numbers = lambda scores: "/".join(f"{score:g}" for score in scores)
         found.append((Comparison(f"{measure}: {numbers(ours)}, Mamba {numbers(mamba)}", leads, unit),
                       Judgement(1, mean(leads), -math.inf, math.inf, verdict="cannot be judged", why="one run")))
-    return found + _judge_tables(repeated)
+    return found + _rows_of_tables(repeated)
 
-def _judge_tables(tables): # measure -> sign, unit, runs of Longhorn, runs of Mamba
+def _rows_of_tables(tables): # measure -> sign, unit, runs of Longhorn, runs of Mamba
     contrasts, outcomes = [], {}
     over_lengths = lambda run: mean(run) if isinstance(run, tuple) else run
     for measure, (sign, unit, *models) in tables.items():
@@ -453,7 +463,8 @@ def _judge_tables(tables): # measure -> sign, unit, runs of Longhorn, runs of Ma
         weights = (names[0], sign), (names[1], -sign)
         contrasts.append(Contrast(measure, weights, unit=unit, margin=MARGINS.get(unit, 0.0)))
     looks, missing = looks_of(outcomes, {name: len(runs) for name, runs in outcomes.items()})
-    return judge_contrasts(contrasts, looks, {name: name.split(", ")[1] for name in outcomes}, missing)
+    groups = {name: name.split(", ")[1] for name in outcomes}
+    return contrast_rows(contrasts, looks, groups, missing)
 
 CLAIMS += [
     Claim(name="elsewhere-perplexity", source=MUON, published="paper: lower at every size", rule="lower on both sets",
