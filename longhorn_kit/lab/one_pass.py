@@ -23,8 +23,8 @@ from .fit import fit
 from .language import state_numbers
 from .language_training import Texts, new_model, open_texts
 from .looks import (
-    ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks, common_place, loss_of, looks_hash,
-    planned_models, rate_at, stage_of)
+    AFTER_THE_PLAN, ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks,
+    common_place, loss_of, looks_hash, planned_models, rate_at, stage_of)
 from .measures import measure_run, save_arrays
 from .plan import RATES, RECIPE
 from .recipe import compile_blocks, evaluate
@@ -36,7 +36,7 @@ from ..records import atomic_file, check_ranges, read_json
 from ..scan.fla import fla_function
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-022
-EVERYTHING = tuple(pool for pool in POOLS if pool not in ("laptop", "reruns"))
+EVERYTHING = tuple(pool for pool in POOLS if pool not in {"laptop", "reruns"} | AFTER_THE_PLAN)
 
 @dataclass(frozen=True)
 class OnePass:
