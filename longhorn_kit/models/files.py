@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .lm import Backbone, LMConfig, SequenceLM, count_parameters
-from .mixer import check_sizes
+from .mixer import check_sizes, to_dtype
 from ..records import atomic_file, atomic_path, cannot_write, read_json, read_jsonl, read_record
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-006
@@ -63,7 +63,7 @@ def load_model(
     cls: type,
     folder: str | Path, # written by `save_model`
     device: torch.device | str | None = None, # None: the CPU
-    dtype: torch.dtype | None = None, # None: as saved
+    dtype: torch.dtype | None = None, # None: as saved; some parameters stay in float32, see `SequenceLM`
 ) -> Backbone:
     "Return the model in `folder`, in evaluation mode."
     path, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
@@ -78,7 +78,9 @@ def load_model(
         model = cls(config)
     check_state(state, model.state_dict(), weights)
     model.load_state_dict(state, assign=True)
-    return model.to(device=device, dtype=dtype).eval()
+    if dtype is not None:
+        to_dtype(model, dtype)
+    return model.to(device=device).eval()
 
 SequenceLM.save_pretrained, SequenceLM.from_pretrained = save_model, classmethod(load_model)
 
