@@ -23,7 +23,7 @@ from .compare import (
     about_states, about_vision, by_plan, compare_at_one_rate, compare_designs, compare_language,
     compare_leads, compare_length, compare_mqar, compare_needles, compare_recall, compare_states, compare_times,
     compare_tokens, compare_training, compare_vision, contrast_rows, looks_of, no_fast_kernel, reads)
-from .looks import POOLS, QUESTIONS, by_looks, judge_claim, questions_of
+from .looks import POOLS, QUESTIONS, by_looks, rows_of_claim, questions_of
 from .plan import (
     EXPLORATORY, about_one_pass, compare_exploratory, compare_losses, compare_tokens_saved)
 from .published import (
@@ -120,7 +120,7 @@ def second_plan(name: str, first: Callable | None = None) -> Callable: # record 
     "Return the reading of a claim in both plans of one-pass; without `first` it is new in the second."
     def compare(record):
         if by_looks(record):
-            return judge_claim(record, name)
+            return rows_of_claim(record, name)
         return first(record) if first else []
     return compare
 
@@ -220,7 +220,8 @@ CLAIMS = [
         statement="Read once, the exact form has a lower loss than its other forms, Mamba-2, DeltaNet and GLA, and "
                   "letting Mamba's A depend on the input does not help Mamba.",
         rule=f"lower held-out loss in the same block, {_LOOKS}, planned after the other rows (first plan: 3 seeds, and "
-             "one rate too: a diagonal form, so that pair differs in two things; scalar-rate compares it with diagonal)"),
+             "one rate too: a diagonal form, so that pair differs in two things; scalar-rate compares it with "
+             "diagonal)"),
     Claim(
         name="one-pass-width", **_KIT,
         statement="The order at equal state is the same at width 768, on GPT-2's tokens.",

@@ -6,9 +6,9 @@
 __all__ = ['SEARCH_SEEDS', 'POOLS', 'AFTER_THE_PLAN', 'RERUNS', 'ALL_MODELS', 'PAPER_LEAD', 'QUESTIONS', 'GROWS', 'CONTROL_SEEDS',
            'LAPTOP_QUESTIONS', 'EXTRA', 'STAGES', 'LARGEST_GROWTH', 'RULE', 'Seeded', 'Pool', 'numbered',
            'with_key_norm', 'Question', 'below', 'questions_of', 'rate_at', 'walk', 'finite', 'at_end', 'Search',
-           'judged_of', 'planned_models', 'loss_of', 'fit_model', 'Looks', 'common_place', 'stage_of', 'all_looks',
-           'growth', 'fit_growth', 'fit_tokens', 'negative', 'outcome_fits', 'judge_outcome', 'by_looks', 'judge_claim',
-           'waiting', 'row_of', 'looks_hash']
+           'runs_of', 'planned_models', 'loss_of', 'fit_model', 'Looks', 'common_place', 'stage_of', 'all_looks',
+           'growth', 'fit_growth', 'fit_tokens', 'negative', 'outcome_fits', 'outcome_judgements', 'by_looks',
+           'rows_of_claim', 'waiting', 'row_of', 'looks_hash']
 
 # %% ../../nbs/machine/looks.ipynb #looks-003
 import hashlib, json, math
@@ -28,14 +28,14 @@ SEARCH_SEEDS = 3 # per model and learning rate
 
 @dataclass(frozen=True)
 class Seeded(Model):
-    "A model with seeds of its own, so that the runs of two models are independent."
+    "A model with its own seeds: the runs of two models are independent."
     number: int = 0
 
     def search_seeds(self) -> tuple[int, ...]:
         "Return the seeds of the search; the first one walks."
         return tuple(1000 * self.number + i for i in range(1, SEARCH_SEEDS + 1))
 
-    def judged_seeds(self, count: int) -> tuple[int, ...]:
+    def seeds_to_judge(self, count: int) -> tuple[int, ...]:
         "Return the first `count` judged seeds."
         first = 1000 * self.number + SEARCH_SEEDS + 1
         return tuple(range(first, first + count))
@@ -265,7 +265,7 @@ class Search:
             if moved or better == best:
                 break
             best = better
-            if best != int(best): # between two rates: it has no neighbours of its own
+            if best != int(best): # between two rates: its neighbours are not compared
                 break
         self.best = best
 
@@ -291,7 +291,7 @@ class Search:
         return None
 
 # %% ../../nbs/machine/looks.ipynb #looks-026
-def judged_of(model: dict, family: str) -> list[dict]: # model of a record; "best rates" or "one rate"
+def runs_of(model: dict, family: str) -> list[dict]: # model of a record; "best rates" or "one rate"
     "Return a model's judged runs at its own best rate, or at the common one."
     own = family == "best rates" or model["common"] == model["place"]
     return model["runs"] if own else model["one_rate"]
@@ -306,7 +306,7 @@ def loss_of(run: dict) -> float:
 
 def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit: # model of a record
     "Estimate a model's loss from its first judged runs, as many as `count`."
-    losses = [loss_of(run) for run in judged_of(model, family)[:count]]
+    losses = [loss_of(run) for run in runs_of(model, family)[:count]]
     if model["why"]:
         return Fit(math.nan, math.nan, 0.0, 0, why=model["why"])
     if family == "best rates":
@@ -353,7 +353,7 @@ class Looks:
     def has_seeds(self, name: str, count: int) -> bool:
         "Check whether a model has its judged runs, or can have no verdict."
         model = self.models[name]
-        return bool(model["why"]) or len(judged_of(model, self.family)) >= count
+        return bool(model["why"]) or len(runs_of(model, self.family)) >= count
 
     def take(self, look: int) -> None:
         "Take a look at every claim that is ready, then ask for more seeds where a comparison is open."
@@ -469,7 +469,7 @@ def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # mode
 
 def negative(fit: Fit) -> Fit:
     "Return the fit of an outcome with the opposite sign."
-    return Fit(-fit.value, fit.weight, fit.squares, fit.df, tuple(-value for value in fit.values), fit.exploded, fit.why)
+    return replace(fit, value=-fit.value, values=tuple(-value for value in fit.values))
 
 # %% ../../nbs/machine/looks.ipynb #looks-037
 def outcome_fits(question: Question, looks: Looks, look: int) -> dict: # -> name in the contrast -> `Fit`
@@ -486,7 +486,7 @@ def outcome_fits(question: Question, looks: Looks, look: int) -> dict: # -> name
         fits |= {f"{name} ({i})": fit for name, fit in zip(names, found)}
     return fits
 
-def judge_outcome(question: Question, looks: Looks) -> list[Judgement]: # looks at the losses of the same models
+def outcome_judgements(question: Question, looks: Looks) -> list[Judgement]: # looks at the losses of the same models
     "Judge another outcome of the runs, at the looks that were taken at their losses; empty before the first."
     claims = [claim for claim, other in looks.questions.items() if other.models() & question.models()]
     taken = min((len(looks.fits[claim]) for claim in claims), default=0)
@@ -502,7 +502,7 @@ def by_looks(record: dict) -> bool:
     "Check whether a record follows this plan, not the first one."
     return "rule" in record.get("results", {}).get("plan", {})
 
-def judge_claim(record: dict, claim: str) -> list[tuple[Comparison, Judgement]]: # record of `one_pass`
+def rows_of_claim(record: dict, claim: str) -> list[tuple[Comparison, Judgement]]: # record of `one_pass`
     "Judge every comparison of a claim, in both families; a comparison before its first look is not run."
     results = record["results"]
     question = questions_of(tuple(results["groups"])).get(claim)
@@ -517,7 +517,7 @@ def judge_claim(record: dict, claim: str) -> list[tuple[Comparison, Judgement]]:
         elif question.outcome == "loss":
             judged = found.judged.get(claim, [])
         else:
-            judged = judge_outcome(question, found)
+            judged = outcome_judgements(question, found)
         for i, contrast in enumerate(question.contrasts):
             rows.append(row_of(contrast, judged[i] if judged else waiting(contrast, found, family), family))
     return rows
@@ -526,7 +526,7 @@ def waiting(contrast: Contrast, looks: Looks | None, family: str) -> Judgement:
     "Return the judgement of a comparison before its first look: how many seeds are there."
     if looks is None:
         return Judgement(0, why="its runs follow when earlier ones have ended")
-    runs = [len(judged_of(looks.models[name], family)) for name, _ in contrast.weights]
+    runs = [len(runs_of(looks.models[name], family)) for name, _ in contrast.weights]
     return Judgement(0, why=f"{min(runs)} of {LOOKS[0]} seeds so far")
 
 def row_of(contrast: Contrast, judgement: Judgement, family: str) -> tuple[Comparison, Judgement]:
