@@ -344,7 +344,7 @@ def test_runs_are_compared_beside_the_verdict():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(B_RUNS)}
     judgement = judge_looks([Contrast("A below B", BELOW, published=0.0044)], [fits], APART_GROUPS)[0]
     p = reference.mannwhitneyu(A_RUNS, B_RUNS, method="exact").pvalue
-    assert judgement.beside == f"rank test p = {p:.2g}; chance that a fresh run of A beats one of B: 88%; the bar contains the published +0.0044" # 14 of 16 pairs
+    assert judgement.beside == f"rank test p = {p:.2g}; a fresh run of A beats one of B: 88% of pairs; the bar contains the published +0.0044" # 14 of 16 pairs
     turned = judge_looks([Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)], [fits], APART_GROUPS)[0]
     assert "fresh run of B beats one of A: 12%" in turned.beside and "the bar excludes the published +9.0000" in turned.beside
 

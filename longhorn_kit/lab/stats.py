@@ -367,8 +367,8 @@ def _compare_runs(contrast, fits):
     p = mannwhitneyu(fits[a].values, fits[b].values, method="exact").pvalue
     leads = [weight_a * x + weight_b * y for x in fits[a].values for y in fits[b].values]
     wins = sum(lead > 0 for lead in leads) + sum(lead == 0 for lead in leads) / 2
-    chance = f"{wins / len(leads):.0%}"
-    return [f"rank test p = {p:.2g}", f"chance that a fresh run of {a} beats one of {b}: {chance}"]
+    share = f"{wins / len(leads):.0%} of pairs"
+    return [f"rank test p = {p:.2g}", f"a fresh run of {a} beats one of {b}: {share}"]
 
 def is_open(judgement: Judgement) -> bool:
     "Check whether more seeds can still decide a comparison."
