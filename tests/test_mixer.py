@@ -458,3 +458,64 @@ def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning
     torch.manual_seed(0)
     name, options = parts(name)
     assert_exported_equals_eager(build_mixer(name, 32, **options), lambda B, T: torch.randn(B, T, 32), learning, 100)
+
+
+def emptied(build):
+    "A module built without memory, which then holds NaN."
+    with torch.device("meta"):
+        module = build()
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    return module
+
+
+@every_layer
+def test_a_layer_without_memory_is_drawn_as_by_its_constructor(name):
+    "After `to_empty`, `reset_parameters` gives the parameters that the constructor gives with the same seed."
+    name, options = parts(name)
+    build = lambda: build_mixer(name, 24, **options)
+    layer = emptied(build)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    fresh = build().state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+
+
+@every_layer
+def test_resetting_every_submodule_gives_the_starting_values(name):
+    "Resetting all submodules of a layer in turn, also of a copy, keeps what the layer asks of its projections."
+    name, options = parts(name)
+    build = lambda: build_mixer(name, 64, **options)
+    layer = copy.deepcopy(emptied(build))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    one, two = build().state_dict(), build().state_dict()
+    for key, value in layer.state_dict().items():
+        if torch.equal(one[key], two[key]): # no random numbers
+            assert torch.equal(value, one[key]), key
+        else:
+            assert value.isfinite().all(), key
+            assert value.numel() < 100 or 0.8 < value.std() / one[key].std() < 1.25, key
+
+
+def test_device_and_dtype_are_kept_when_parameters_are_drawn_again():
+    layer = Longhorn(16, dtype=torch.bfloat16)
+    kinds = {key: value.dtype for key, value in layer.state_dict().items()}
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    fresh = Longhorn(16, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+    assert kinds == {key: value.dtype for key, value in fresh.items()}
+    layer.to("meta").reset_parameters()
+    assert all(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_a_wrapped_layer_is_not_drawn_again():
+    layer = Longhorn(16)
+    layer.in_proj = Added(layer.in_proj, 0.0)
+    with pytest.raises(ValueError, match="Longhorn has a parameter in_proj.* call reset_parameters before the layer is wrapped"):
+        layer.reset_parameters()
