@@ -18,6 +18,7 @@ from .memory import bias_apart, wide, with_product
 from .mixer import (
     Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer, start_with)
 from ..scan.arguments import check_optional
+from ..scan.onnx import for_onnx
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -92,6 +93,8 @@ def _rotary(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tu
 def _(positions, half, base, dtype):
     rows, steps = positions.shape
     return tuple(positions.new_empty(rows, 1, steps, half, dtype=dtype) for _ in range(2))
+
+for_onnx(torch.ops.longhorn_kit.rotary.default)(_rotary)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
 def rotate(

@@ -17,7 +17,8 @@ from torch.library import custom_op, register_autograd
 from .arguments import exporting, in_range, outside, s6_form
 from . import native
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
-from .reference import no_autocast, skip_and_gate, widened
+from .onnx import for_onnx, in_order
+from .reference import STEPS, no_autocast, s6_update, skip_and_gate, widened
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n07
 def time_major(t: Tensor) -> Tensor: # (B,T,F) -> (T,B,F)
@@ -306,6 +307,25 @@ def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
         tape = [*rates, x.new_empty(-(-T // chunk), B, N, D)]
     return x.new_empty(x.shape), S.new_empty(S.shape), tape
 
+
+# %% ../../nbs/machine/chunked.ipynb #chunked-n40-c
+@for_onnx(torch.ops.longhorn_kit.chunked_scan.default)
+def _steps(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
+    if cu_seqlens is not None:
+        raise ValueError("packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row")
+    size = v if form == "s6_given" else torch.sigmoid(v) if form in STEPS else F.softplus(v)
+    timed = [A] if form == "s6_time_varying" else []
+    constants = (A,) if form in ("s6", "s6_given") else ()
+
+    def step(S, q, k, x, size, *rates):
+        if form in STEPS:
+            S = STEPS[form](S, k, x, size)
+        else:
+            S = s6_update(S, k, x, size, rates[0][:, None] if timed else rates[0])
+        return [S, (S * q[:, None, :]).sum(-1)]
+
+    y, last = in_order(step, S, [q, k, x, size, *timed], constants)
+    return y, last, []
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
