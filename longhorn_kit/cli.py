@@ -18,6 +18,7 @@ from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Litera
 import tyro
 
 from . import __version__
+from .extras import pip_command
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
 from .lab.ledger import (
@@ -469,7 +470,10 @@ class TrainVision(Generic[S]):
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and the presets, for the help."
         from longhorn_kit.lab.presets import listed, of_any_preset
-        from longhorn_kit.lab.vision_training import VISION_PRESETS
+        try:
+            from longhorn_kit.lab.vision_training import VISION_PRESETS
+        except ModuleNotFoundError: # only the help is asked for
+            return NoSettings(), f'\n\nIts flags and presets need the extra "vision": {pip_command("vision")}'
         if not (name := value_of("--preset", argv)):
             return of_any_preset(VISION_PRESETS["digits"].config), listed(VISION_PRESETS)
         known("preset", name, VISION_PRESETS)

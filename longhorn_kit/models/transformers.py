@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat import mend_torchvision
 from .. import __version__
+from ..extras import pip_command
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide
@@ -40,7 +41,7 @@ try:
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.utils import cached_file, can_return_tuple
 except ImportError as error:
-    raise ImportError(f"this needs transformers 5 (pip install 'longhorn-kit[hf]'): {error}") from None
+    raise ImportError(f"this needs transformers 5 ({pip_command('hf')}): {error}") from None
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-006
 AUTO_MAP = {"AutoConfig": "modeling_longhorn.LonghornConfig", "AutoModel": "modeling_longhorn.LonghornModel",
