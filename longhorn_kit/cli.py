@@ -6,8 +6,8 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision', 'accuracies',
-           'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
+           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision',
+           'accuracies', 'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -267,9 +267,13 @@ def noted_failure(name: str, failed: dict) -> Iterator[None]:
 # %% ../nbs/machine/cli.ipynb #cli-029-3
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    "Context manager that turns SIGTERM into a KeyboardInterrupt; in the main thread only."
+    "Context manager that turns SIGTERM into a KeyboardInterrupt whose argument is its name; in the main thread only."
+    owner = os.getpid()
     def interrupt(number, frame):
-        raise KeyboardInterrupt("stopped by SIGTERM; what is finished is kept, and the same command resumes")
+        if os.getpid() == owner:
+            raise KeyboardInterrupt("SIGTERM")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread(): # signal handlers work only there
         yield
         return
@@ -278,6 +282,13 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+def interruption(stop: KeyboardInterrupt, command: Any) -> str:
+    "Return the line of an interrupted command; a training loop has written its own."
+    usual = getattr(command, "interrupted", "interrupted")
+    if stop.args == ("SIGTERM",):
+        return usual.replace("interrupted", "stopped by SIGTERM", 1)
+    return str(stop) or usual
 
 # %% ../nbs/machine/cli.ipynb #cli-031
 @dataclass
@@ -304,11 +315,7 @@ class Reproduce(Generic[S]):
             return NoSettings(), ""
         return find_experiment(named[0]).config(scale), ""
 
-    def __call__(self):
-        with sigterm_interrupts():
-            self.run()
-
-    def run(self) -> None:
+    def __call__(self) -> None:
         "Run the claims one after another, and write the page after each of them."
         for name in ("workers", "minutes"):
             if not (getattr(self, name) or 0) >= 0: # also NaN
@@ -577,14 +584,15 @@ def main(
         if argv in (["--version"], ["-V"]):
             print(f"longhorn {__version__}")
         elif command := agreed(parse, argv):
-            command()
+            with sigterm_interrupts():
+                command()
             if several_processes():
                 from longhorn_kit.lab.processes import leave
                 atexit.register(leave)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as stop: # the training loop reports the step
-        return fail(str(stop) or getattr(command, "interrupted", "interrupted"), 130)
+        return fail(interruption(stop, command), 130)
     except BrokenPipeError: # the reader of our output has gone, as in `longhorn claims | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

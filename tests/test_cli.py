@@ -1,5 +1,5 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
-import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
+import dataclasses, errno, json, lzma, multiprocessing, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fakes
@@ -344,6 +344,32 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
     assert errors == ["longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"]
     assert "BrokenPipe" not in err and "a job failed" not in err, err
+
+
+@pytest.mark.parametrize("kind", cli.COMMANDS.values(), ids=cli.COMMANDS)
+def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
+    class Stopped(kind):
+        def __init__(self):
+            pass
+
+        def __call__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    monkeypatch.setattr(cli, "parse", lambda argv: Stopped())
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["stopped"]) == 130 and signal.getsignal(signal.SIGTERM) is before
+    told = capsys.readouterr().err
+    assert re.fullmatch("longhorn: error: stopped by SIGTERM(; [a-z, ]+)?\n", told)
+    assert ("resumes" in told) == (kind in (cli.Reproduce, cli.Prepare, cli.TrainLM, cli.TrainVision))
+
+
+def test_a_forked_process_of_a_command_ends_as_usual():
+    with cli.sigterm_interrupts():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        child.terminate()
+        child.join(10)
+    assert child.exitcode == -signal.SIGTERM
 
 
 # generate
