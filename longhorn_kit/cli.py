@@ -365,7 +365,7 @@ class Reproduce(Generic[S]):
 @dataclass
 class Prepare:
     "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
-    source: tyro.conf.Positional[str] # stdlib, a path or glob of files, or hf:NAME:CONFIG#SPLIT@REVISION
+    source: tyro.conf.Positional[str] # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
     tokenizer: str = "bytes"     # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
     val: NoDefault[str] = None  # source of the held-out part; by default a share of the source
     fraction: float = 0.05       # that share

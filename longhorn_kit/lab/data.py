@@ -8,7 +8,8 @@ __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_has
            'pieces_of', 'hold_out_long', 'Sampler']
 
 # %% ../../nbs/machine/data.ipynb #data-003
-import glob, gzip, hashlib, io, itertools, json, logging, lzma, re, shutil, sys, sysconfig, zlib
+import glob, gzip, hashlib, io, itertools, json, logging, lzma, os, re, shutil, sys, sysconfig, zlib
+from collections import Counter
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -220,14 +221,44 @@ def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str,
     if name is None:
         raise ValueError(f"{path} is empty")
 
+# %% ../../nbs/machine/data.ipynb #data-028-folder
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".parquet") # also compressed
+
+def ending_of(path):
+    "Return the ending of a file's name in small letters, without that of a compression."
+    name = path.name.lower()
+    for compression in COMPRESSED:
+        name = name.removesuffix(compression)
+    return Path(name).suffix or "no ending"
+
+@lru_cache
+def warn_of_files(folder, others): # once per process
+    if os.environ.get("RANK", "0") == "0":
+        print(f"longhorn: warning: of the folder {folder} only texts are read; left out: {others}", file=sys.stderr)
+
+def folder_files(folder):
+    "Return the texts in a folder and in its folders, sorted; FileNotFoundError if there are none."
+    files = [path for path in sorted(folder.rglob("*"))
+             if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
+    counts = Counter(ending_of(path) for path in files if ending_of(path) not in TEXT_ENDINGS)
+    others = ", ".join(f"{plural(count, 'file')} ({ending!r})" for ending, count in sorted(counts.items()))
+    if not texts:
+        expected = ", ".join(TEXT_ENDINGS)
+        raise FileNotFoundError(f"data source {str(folder)!r} is a folder without texts; expected files that end in "
+                                f"{expected}; it has {others or 'no files'}")
+    if others:
+        warn_of_files(folder, others)
+    return texts
+
 # %% ../../nbs/machine/data.ipynb #data-028
-def matching_files(pattern: str | Path) -> list[Path]: # a path, or a glob such as "books/*.txt.xz"
+def matching_files(pattern: str | Path) -> list[Path]: # a file, a folder, or a glob such as "books/*.txt.xz"
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        raise FileNotFoundError(f"data source {pattern!r} is a folder; name its files, such as {path}/*.txt")
+        return folder_files(path)
     files = sorted(name for name in map(Path, glob.glob(str(path), recursive=True)) if name.is_file())
     if not files:
         raise FileNotFoundError(f"data source {pattern!r} matches no file; sources are 'stdlib', "
