@@ -419,28 +419,43 @@ def train_from(options) -> None:
     overrides.pop("train", None)
     data = overrides.pop("data", None)
     machine = {name: getattr(options, name) for name in MACHINE if getattr(options, name) is not None}
+    layer = {}
+    for name in LAYER:
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            layer[name] = value
     if options.plan:
         from longhorn_kit.lab.planner import plan_text
-        print(plan_text(options.settings, options.mixer,
-                            micro_batches=overrides.get("gradient_accumulation_steps"), **machine))
+        parts = overrides.get("gradient_accumulation_steps")
+        print(plan_text(options.settings, options.mixer, options=layer, micro_batches=parts, **machine))
     elif not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
     elif machine:
         raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, **overrides)
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, layer, options.init_from,
+                 **overrides)
 
+LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")
 
 # %% ../nbs/machine/cli.ipynb #cli-039
 @dataclass
 class TrainLM(Generic[S]):
-    "Train a language model; the same command resumes an interrupted run. --preset NAME --help shows its values."
+    """Train a language model; the same command resumes an interrupted run, more --steps lengthen a finished one.
+
+    --preset NAME --help shows its values."""
     preset: str              # a name that --help lists
     out: NoDefault[str] = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    d_state: NoDefault[int] = None # numbers in the state per channel; by default the mixer's own number
+    d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
+    expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
+    n_heads: NoDefault[int] = None # heads of a mixer that has them; by default its own number
+    key_norm: bool = False   # give the keys of Longhorn one learnt length
+    init_from: str = ""      # start from these weights: a run of train-lm or a model's folder
     plan: bool = False       # train nothing: print memory, tokens per second and hours
     gpus: NoDefault[int] = None  # with --plan: how many; by default one
     gpu: NoDefault[str] = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100
