@@ -1,5 +1,5 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
-import copy, math, statistics, time
+import copy, functools, math, re, statistics, time
 
 import pytest
 import torch
@@ -519,3 +519,33 @@ def test_a_wrapped_layer_is_not_drawn_again():
     layer.in_proj = Added(layer.in_proj, 0.0)
     with pytest.raises(ValueError, match="Longhorn has a parameter in_proj.* call reset_parameters before the layer is wrapped"):
         layer.reset_parameters()
+
+
+@pytest.mark.parametrize("name", ("longhorn_exact", "mamba", "attention"))
+def test_a_layer_can_be_traced_and_refuses_to_be_scripted(name):
+    layer = make(name).eval()
+    traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
+    h = torch.randn(3, 20, 16)
+    torch.testing.assert_close(traced(h), layer(h))
+    grads = [torch.autograd.grad(f(h).square().sum(), layer.in_proj.weight if hasattr(layer, "in_proj") else layer.qkv_proj.weight)[0]
+             for f in (traced, layer)]
+    torch.testing.assert_close(*grads)
+    for module in (layer, lm.SequenceLM(lm.LMConfig(20, 16, 1, name))):
+        with pytest.raises(RuntimeError, match="^torch.jit.script cannot compile [A-Z][a-z]+; torch.export.export and torch.jit.trace can$"):
+            torch.jit.script(module)
+
+
+@pytest.mark.parametrize("name", ("longhorn", "mamba"))
+def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
+    layer, h = make(name).double(), torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
+    def second():
+        first, = torch.autograd.grad(layer(h).square().sum(), h, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), h)[0]
+    with pytest.raises(RuntimeError) as error:
+        second()
+    way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", str(error.value))[1]
+    layer.scan = eval(way, {"functools": functools, "layer": layer})
+    found, step = second(), 1e-6
+    direction = torch.randn_like(h)
+    ahead, behind = (torch.autograd.grad(layer(h + side * step * direction).square().sum(), h)[0].square().sum() for side in (1, -1))
+    torch.testing.assert_close((found * direction).sum(), (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
