@@ -23,7 +23,7 @@ from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
 from .lab.ledger import (
     cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes, reason)
-from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
+from .lab.use import Eval, Export, Generate, NoDefault, UsageError, model_folder, writable_folder
 from .records import plural, to_plain
 
 # %% ../nbs/machine/cli.ipynb #cli-005
@@ -434,8 +434,8 @@ def train_from(options) -> None:
         raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, layer, options.init_from,
-                 **overrides)
+        start = str(model_folder(options.init_from)) if options.init_from else ""
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, layer, start, **overrides)
 
 LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")

@@ -643,13 +643,17 @@ def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     assert given == {"warmup": 0, "save_every": 0, "compile": True, "weight_decay": 0} # the others are the preset's
 
 
-def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch):
-    given = []
+def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_path, capsys):
+    given, model = [], tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).touch()
     monkeypatch.setattr("longhorn_kit.lab.language_training.train_lm", lambda *words, **options: given.append(words[5:]))
     words = ["train-lm", "--preset", "laptop", "--out", "o"]
     assert cli.main(words) == 0
-    assert cli.main([*words, "--d-state", "32", "--expand", "0", "--key-norm", "--init-from", "runs/a"]) == 0
-    assert given == [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, "runs/a")]
+    assert cli.main([*words, "--d-state", "32", "--expand", "0", "--key-norm", "--init-from", str(tmp_path / "run")]) == 0
+    assert given == [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, str(model))]
+    assert "checkpoint nowhere does not exist" in fails(capsys, [*words, "--init-from", "nowhere"])
 
 
 def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):

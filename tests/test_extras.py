@@ -502,6 +502,6 @@ def test_where_triton_interprets():
 
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
-    with pytest.raises(ModuleNotFoundError, match=r'^train-lm needs the extra "lm": pip install "longhorn-kit\[lm\]"$') as error:
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$") as error:
         need("train-lm", "lm", "torch", "no_such_package")
     assert error.value.name == "no_such_package"

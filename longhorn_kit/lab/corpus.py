@@ -379,13 +379,13 @@ def held_out_files(source, val):
     "Return globs of NAME.train.txt and NAME.val.txt for a folder that has both; otherwise the sources as they are."
     folder = Path(source).expanduser()
     trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
-    if source == "stdlib" or val is not None or not (glob.glob(trained) and glob.glob(held)):
+    if source in ("", "stdlib") or val is not None or not (glob.glob(trained) and glob.glob(held)):
         return source, val
     return trained, held
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
-    source: str | Path = "stdlib", # or files, a folder of texts or tokens, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
+    source: str | Path = "stdlib", # or files, a folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
     tokenizer: str = "bytes", # "bytes", "gpt2" or "gpt2:FOLDER"
     val: str | Path | None = None, # source of the held-out part; by default a share of `source`
     fraction: float = VAL_PART, # the held-out share

@@ -237,7 +237,7 @@ def warn_of_files(folder, others): # once per process
         print(f"longhorn: warning: of the folder {folder} only texts are read; left out: {others}", file=sys.stderr)
 
 def folder_files(folder):
-    "Return the texts in a folder and in its folders, sorted; FileNotFoundError if there are none."
+    "Return the texts in a folder and in its folders, sorted; FileNotFoundError without any."
     files = [path for path in sorted(folder.rglob("*"))
              if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
@@ -257,7 +257,7 @@ def matching_files(pattern: str | Path) -> list[Path]: # a file, a folder, or a 
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir():
+    if path.is_dir() and str(pattern): # "" would be the working folder
         return folder_files(path)
     files = sorted(name for name in map(Path, glob.glob(str(path), recursive=True)) if name.is_file())
     if not files:

@@ -22,7 +22,6 @@ from .processes import check_launcher, check_memory, is_main_process, make_accel
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker
 from .training import train
-from .use import model_folder
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
@@ -116,16 +115,15 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         return SequenceLM(config)
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n14-c
-def started_model(config: LMConfig, preset: LMPreset, init_from: str) -> SequenceLM: # init_from: a run or a model
+def started_model(config: LMConfig, preset: LMPreset, init_from: str) -> SequenceLM: # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
-    folder = model_folder(init_from)
-    model = SequenceLM.from_pretrained(folder, dtype=torch.float32)
+    model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
     known, ours = to_plain(model.config.to_dict()), to_plain(config.to_dict())
     for name in ours:
         if known[name] != ours[name] and name != "dropout":
             raise ValueError(f"--init-from {init_from} is a model with {name}={known[name]}; this one has "
                              f"{name}={ours[name]}")
-    words = trained_tokenizer(folder, model.config.vocab_size)
+    words = trained_tokenizer(init_from, model.config.vocab_size)
     if words.split(":")[0] != preset.tokenizer.split(":")[0]:
         raise ValueError(f"--init-from {init_from} was trained on tokens of {words}; this run has {preset.tokenizer}")
     model.config = config # with the dropout of this run
@@ -188,7 +186,7 @@ def fit(
     out: Path | None = None, # of the model; None: `model` in the folder of the run
     quiet: bool = False, # no progress
     options: dict | None = None, # of the mixer, such as {"d_state": 32}
-    init_from: str = "", # a run or a model to take the first weights from; "": random weights
+    init_from: str = "", # folder of a model to take the first weights from; "": random weights
     lengthens: bool = False, # more steps than a finished run had continue it
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; an interrupted run resumes."
@@ -197,7 +195,7 @@ def fit(
     with together():
         started = started_model(config, preset, init_from) if init_from else None
         if started is not None:
-            place = FullPath(model_folder(init_from).resolve())
+            place = FullPath(Path(init_from).resolve())
             notes["start.json"] = {"init_from": place, "weights": weights_sha256(started)}
         if is_main_process():
             check_same_model(Path(folder), notes)
@@ -237,7 +235,7 @@ def train_lm(
     out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
     options: dict | None = None, # of the mixer, such as {"d_state": 32}
-    init_from: str = "", # a run or a model to take the first weights from
+    init_from: str = "", # folder of a model to take the first weights from
     **overrides: object, # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."

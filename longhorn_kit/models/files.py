@@ -102,7 +102,8 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
         if all(shape[name] == value for name, value in model.items()):
             kit, loss = start["environment"], last.get("ema_val_loss", last["val_loss"])
             return {"Base": base, "Data": f"text with SHA-256 {text}",
-                    "Tokens": f"{last['tokens']:,} seen in training", "Loss": f"{loss:.4f} nats per token, held out", **schedule,
+                    "Tokens": f"{last['tokens']:,} seen in training", **schedule,
+                    "Loss": f"{loss:.4f} nats per token, held out",
                     "Commit": f"{kit['commit']} of longhorn-kit {kit['kit']}", "Command": f"`{start['command']}`"}
     return {}
 
