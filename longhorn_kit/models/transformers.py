@@ -577,7 +577,7 @@ def padding_note(tokenizer: Any) -> str:
         return ""
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     if pad == end:
-        return (f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves out "
-                "the end of a text, and fine-tuning does not teach the model to stop.\n")
-    return (f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that leaves "
-            "padding out of the loss keeps the end of a text.\n")
+        return (f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves "
+                "out the end of a text, and fine-tuning does not teach the model to stop.\n")
+    return (f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that "
+            "leaves padding out of the loss keeps the end of a text.\n")
