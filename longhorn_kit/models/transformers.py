@@ -261,7 +261,6 @@ class LonghornPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LonghornBlock"]
     _is_stateful = True
     _input_embed_layer = "embedding"
-    _keep_in_fp32_modules_strict = list(WIDE) # when weights are loaded in 16 bits
 
     register_for_auto_class = LonghornConfig.register_for_auto_class
 
@@ -270,11 +269,11 @@ class LonghornPreTrainedModel(PreTrainedModel):
         return False # the model makes its own
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path | None, *more: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *more: Any, **options: Any) -> Any:
         "Load a model as transformers does; warn if another version of the kit exported it."
-        if folder is not None:
-            warn_of_other_version(folder, options)
-        return super().from_pretrained(folder, *more, **options)
+        if pretrained_model_name_or_path is not None:
+            warn_of_other_version(pretrained_model_name_or_path, options)
+        return super().from_pretrained(pretrained_model_name_or_path, *more, **options)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **options):
         run = partial(checkpoint_unless_kept, gradient_checkpointing_func)
@@ -339,6 +338,8 @@ class LonghornModel(LonghornPreTrainedModel):
         with drawn_wide() as dtype:
             self.blocks = nn.ModuleList(LonghornBlock(lm, dtype=dtype) for _ in range(lm.n_layer))
         self.norm = RMSNorm(lm.d_model, lm.norm_eps)
+        names = {name.rpartition(".")[2] for name, _ in self.blocks.named_parameters()}
+        self._keep_in_fp32_modules_strict = names & set(WIDE) # when weights are loaded in 16 bits
         self.gradient_checkpointing = False
         self.post_init()
 
