@@ -241,6 +241,18 @@ def test_collators_that_pack_train_as_padded_rows_do():
     torch.testing.assert_close(hf(**collated(texts)).loss, expected)
 
 
+def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
+    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    row = {name: value[0] for name, value in collated(texts).items()}
+    assert "position_ids" in row
+    trainer = Trainer(hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row])
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{name: value.tolist() for name, value in row.items()}])
+    assert set(trainer._remove_unused_columns(dataset, "train").column_names) == set(row)
+    losses = [trainer.compute_loss(hf, batch) for batch in trainer.get_train_dataloader()]
+    torch.testing.assert_close(losses, [hf(**collated(texts)).loss])
+    assert abs(losses[0] - hf(row["input_ids"][None], labels=row["labels"][None]).loss) > 1e-5
+
+
 def test_position_ids_beside_padding_pack_nothing():
     hf, (tokens, mask, _) = to_transformers(make()), padded(3, 8, 5)
     places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1) # as transformers counts them
@@ -322,7 +334,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
     again, read = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert read.padding_side == "left" and again.generation_config.eos_token_id == again.config.pad_token_id == words.eos_token_id
+    assert read.padding_side == "left" and again.generation_config.eos_token_id == words.eos_token_id == 0
+    assert again.generation_config.pad_token_id == again.config.pad_token_id == words.pad_token_id == 255
     mine = to_transformers(make("longhorn"))
     mine.generation_config.eos_token_id = [7, 9]
     export_folder(mine, tmp_path / "mine", words)
@@ -372,13 +385,16 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
     torch.testing.assert_close(hf(more, past_key_values=cache).logits, whole)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 10))
-    hf(tokens, labels=tokens).loss.backward()
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("way", ("whole", "padded", "packed"))
+def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
+    hf, tokens = to_transformers(make()).train(), torch.randint(50, (5, 14))
+    more = dict(whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered()))[way]
+    hf(tokens, labels=tokens, **more).loss.backward()
     expected = [p.grad.clone() for p in hf.parameters()]
     hf.zero_grad()
-    hf.gradient_checkpointing_enable()
-    hf(tokens, labels=tokens).loss.backward()
+    hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    hf(tokens, labels=tokens, **more).loss.backward()
     for a, p in zip(expected, hf.parameters(), strict=True):
         torch.testing.assert_close(p.grad, a)
 

@@ -130,7 +130,7 @@ class TextMask(NamedTuple):
         return self.mask.cumsum(1) - 1
 
     def last(self, past: Tensor, x: Tensor) -> Tensor: # (B,C,W), (B,T,C) moved together -> (B,C,W)
-        "Return the last W inputs of each text, which may begin in `past`."
+        "Return the last W inputs of each text, which may start in `past`."
         inputs = torch.cat([past.mT.to(x.dtype), x], 1)
         columns = self.length[:, None] + torch.arange(past.shape[-1], device=x.device)
         return pick_columns(inputs, columns).mT.contiguous()
