@@ -366,6 +366,7 @@ class Prepare:
     workers: NoDefault[int] = None   # processes; by default one per core
     limit: NoDefault[int] = None     # use only this many documents
     tokens: NoDefault[int] = None    # stop after the document that reaches this many training tokens
+    verify: bool = False             # compare all tokens with their SHA-256, not only samples
 
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 
@@ -376,6 +377,7 @@ class Prepare:
             about = corpus.index[part]
             print(f"{name}: {plural(about['tokens'], 'token')} of "
                   f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}")
+        print(f"tokenizer: {corpus.tokenizer.name}; {corpus.checked}")
         print(f"prepared: {corpus.folder}")
 
 # %% ../nbs/machine/cli.ipynb #cli-033-3

@@ -7,17 +7,18 @@ __all__ = ['HERE', 'ROOT', 'FULL_PATH', 'LONE_SURROGATES', 'CONTROL', 'beside', 
            'put_in_place', 'standing', 'atomic_path', 'final_name', 'put_on_disk', 'atomic_file', 'cannot_write',
            'check_ranges', 'check_same_settings', 'to_plain', 'FullPath', 'without_machine_paths', 'last_part',
            'without_full_paths', 'is_path', 'write_json', 'JsonObject', 'read_json', 'atomic_folder', 'contents',
-           'check_folder', 'readable', 'in_one_line', 'warn', 'digest_of', 'write_record', 'read_record', 'json_line',
-           'append_jsonl', 'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name',
-           'version_of', 'environment', 'command_line', 'quoted', 'progress', 'plural']
+           'check_folder', 'read_whole', 'with_name', 'kept_open', 'stamps', 'readable', 'in_one_line', 'warn',
+           'digest_of', 'write_record', 'read_record', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl',
+           'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line',
+           'quoted', 'progress', 'plural']
 
 # %% ../nbs/machine/records.ipynb #records-003
-import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys
+import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys, time
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import longhorn_kit
 try:
@@ -307,6 +308,61 @@ def check_folder(
     for name in known:
         if files.get(name) != known[name]:
             raise ValueError(f"{Path(folder) / name} is {'damaged' if name in files else 'missing'}; {remedy}")
+
+# %% ../nbs/machine/records.ipynb #records-026-whole
+def read_whole(
+    folder: str | Path, # a writer may replace it at any moment
+    names: Iterable[str], # patterns of the files that `read` reads
+    read: Callable, # gets a path to the folder
+    attempts: int = 10,
+) -> Any:
+    "Return read(path) of one version of a folder; raises the errors of `read`, with the folder's name."
+    for _ in range(attempts):
+        with kept_open(standing(folder)) as path:
+            before = stamps(path, names)
+            try:
+                value = read(path)
+            except (OSError, ValueError) as error:
+                problem = error
+            else:
+                problem = None
+            changed = stamps(path, names) != before
+        if problem and not changed:
+            raise with_name(problem, str(path), str(folder)) from problem
+        if not changed:
+            return value
+        time.sleep(0.05)
+    raise OSError(f"{folder} was replaced {attempts} times while it was read; try again when no process writes to it")
+
+def with_name(error: OSError | ValueError, path: str, name: str) -> OSError | ValueError:
+    "Return the error with another name of a path in its text."
+    if isinstance(error, OSError) and error.strerror:
+        return OSError(error.errno, error.strerror, str(error.filename).replace(path, name)) # of the same kind
+    kind = OSError if isinstance(error, OSError) else ValueError
+    return kind(str(error).replace(path, name))
+
+@contextmanager
+def kept_open(folder: Path) -> Iterator[Path]:
+    "Context manager that yields a path that stays with this folder if it is renamed; the folder itself except on Linux."
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError: # missing, or Windows
+        yield folder
+        return
+    try:
+        path = Path(f"/proc/self/fd/{handle}")
+        yield path if path.is_dir() else folder
+    finally:
+        os.close(handle)
+
+def stamps(folder: Path, names: Iterable[str]) -> list: # names: patterns
+    "Return name, number, size and date of files, which differ after a file was replaced."
+    found = []
+    for path in sorted(file for name in names for file in folder.glob(name)):
+        with suppress(OSError): # it has just been removed
+            about = path.stat()
+            found.append((path.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    return found
 
 # %% ../nbs/machine/records.ipynb #records-028
 # Control characters except tab and newline, line separators, marks that reverse the order of letters, and

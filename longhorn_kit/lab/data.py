@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'file_documents', 'escaped_folder',
-           'matching_files', 'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer', 'get_tokenizer',
-           'holds_whole', 'pieces_of', 'hold_out_long', 'Sampler']
+           'matching_files', 'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer', 'CharTokenizer',
+           'get_tokenizer', 'holds_whole', 'pieces_of', 'hold_out_long', 'Sampler']
 
 # %% ../../nbs/machine/data.ipynb #data-003
 import codecs, glob, gzip, hashlib, io, itertools, json, logging, lzma, pickle, re, shutil, sys, sysconfig, zlib
@@ -482,16 +482,96 @@ def gpt2_from_folder(folder):
         raise ValueError(f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
                          "copy both again from the same source") from None
 
+# %% ../../nbs/machine/data.ipynb #data-chars-2
+class CharTokenizer:
+    "Tokens are the characters of a table; no token ends a document."
+    name, end, dtype = "chars", None, np.dtype("<u2")
+
+    def __init__(self, characters: list[str]):
+        self.characters, self.vocab_size = characters, len(characters)
+        self.ids = {character: i for i, character in enumerate(characters)}
+        self.sizes = np.array([len(character.encode(errors="surrogatepass")) for character in characters]) # bytes per token
+
+    def encode(self, text: str) -> np.ndarray:
+        "Return token ids (M,) uint16; ValueError names a character that is not in the table."
+        for character in text:
+            if character not in self.ids:
+                raise ValueError(f"the character {character!r} is not in the tokenizer's table of {self.vocab_size}")
+        return np.array([self.ids[character] for character in text], self.dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        "Return the text; ids past the table, a model's padding, are left out."
+        return "".join(self.characters[i] for i in map(int, ids) if i < self.vocab_size)
+
+# %% ../../nbs/machine/data.ipynb #data-chars-3
+class PlainUnpickler(pickle._Unpickler):
+    "Unpickler of strings, numbers, dicts and lists."
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it holds {module}.{name}; expected strings, numbers, dicts and lists only")
+
+    def persistent_load(self, key):
+        raise pickle.UnpicklingError("it refers to other objects; expected strings, numbers, dicts and lists only")
+
+def read_pickle(path, most=1 << 24): # most: bytes
+    "Return the plain value in a pickled file, without running code; ValueError for any other."
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+            if len(data) > most:
+                raise ValueError(f"it has more than {most >> 20} MB")
+            return PlainUnpickler(io.BytesIO(data)).load()
+    except OSError:
+        raise
+    except Exception as error: # a damaged pickle raises many kinds
+        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from None
+
+def read_characters(path):
+    "Return (size of the vocabulary, characters or None) of nanoGPT's meta.pkl; ValueError if they do not fit."
+    about = read_pickle(path)
+    if not isinstance(about, dict) or not isinstance(about.get("vocab_size"), int | None):
+        raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
+    table = about.get("itos")
+    if table is None:
+        return about.get("vocab_size"), None
+    table = dict(enumerate(table)) if isinstance(table, list) else table
+    characters = [table.get(i) for i in range(len(table))] if isinstance(table, dict) else []
+    check_characters(characters, path)
+    if about.get("vocab_size", len(characters)) != len(characters):
+        raise ValueError(f"{path} has a vocab_size of {about['vocab_size']}, but {len(characters)} characters")
+    return len(characters), characters
+
+def check_characters(characters, path):
+    "Raise ValueError unless a table has different characters, at most as many as 16-bit ids."
+    one_each = all(isinstance(character, str) and len(character) == 1 for character in characters)
+    if not 0 < len(characters) <= 1 << 16 or not one_each or len(set(characters)) < len(characters):
+        raise ValueError(f"{path} holds no table of characters, one for each id from 0 on; prepare the text "
+                         "itself with --tokenizer bytes or gpt2")
+
+def characters_from_folder(folder):
+    "Return the `CharTokenizer` of a folder: nanoGPT's meta.pkl, or tokenizer.json of a model; OSError or ValueError."
+    meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
+    if not meta.is_file():
+        known = read_json(saved)
+        characters = known.get("characters", []) if isinstance(known, dict) else []
+        check_characters(characters, saved)
+        return CharTokenizer(characters)
+    _, characters = read_characters(meta)
+    if characters is None:
+        raise ValueError(f"{meta} has no table of characters")
+    return CharTokenizer(characters)
+
 # %% ../../nbs/machine/data.ipynb #data-044
 @lru_cache(maxsize=4)
-def get_tokenizer(name: str) -> ByteTokenizer | BPETokenizer: # "bytes", "gpt2" or "gpt2:FOLDER"
+def get_tokenizer(name: str) -> ByteTokenizer | BPETokenizer | CharTokenizer: # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
     "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
     if name == "bytes":
         return ByteTokenizer()
     if name.startswith("gpt2:"):
         return BPETokenizer(gpt2_from_folder(name[5:]))
+    if name.startswith("chars:"):
+        return characters_from_folder(name[6:])
     if name != "gpt2":
-        raise ValueError(f"unknown tokenizer {name!r}; expected bytes, gpt2 or gpt2:FOLDER")
+        raise ValueError(f"unknown tokenizer {name!r}; expected bytes, gpt2, gpt2:FOLDER or chars:FOLDER")
     import tiktoken
     try:
         return BPETokenizer(tiktoken.get_encoding("gpt2"))
