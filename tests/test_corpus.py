@@ -415,7 +415,7 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
         prepare(source, **cache, verify=True)
     assert cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1 and "damaged" in capsys.readouterr().err
     damaged(100)
-    with pytest.raises(ValueError, match=f"train.bin is damaged .samples differ from those of the last check.; delete the folder {path.parent}"):
+    with pytest.raises(ValueError, match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}"):
         prepare(source, **cache)
     for again in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
         again()

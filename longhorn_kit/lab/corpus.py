@@ -259,7 +259,12 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
                 discard(partial_folder)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-025
-IN_FULL, SAMPLED = "checked in full", "checked by size and samples (longhorn prepare SOURCE --verify reads it all)"
+IN_FULL = "checked in full"
+SAMPLED = "checked by size and samples (longhorn prepare SOURCE --verify reads it all)"
+
+def again(folder):
+    "Return the remedy for a damaged corpus."
+    return f"delete the folder {folder} and prepare it again"
 
 def mapped_parts(folder, index):
     "Return the tokens of both parts, mapped; ValueError if a file has the wrong size."
@@ -267,40 +272,33 @@ def mapped_parts(folder, index):
     for part in PARTS:
         path, length = folder / f"{part}.bin", index[part]["tokens"] * np.dtype(index["dtype"]).itemsize
         if not path.is_file() or path.stat().st_size != length:
-            raise ValueError(f"{path} is missing or has the wrong size; delete the folder {folder} and prepare it again")
+            raise ValueError(f"{path} is missing or has the wrong size; {again(folder)}")
         parts.append(np.memmap(path, np.dtype(index["dtype"]), mode="r"))
     return parts
 
-def check_tokens(folder, index, parts, paths, remedy, verify=False): # parts: tokens of both; paths: their files
-    "Compare tokens with the index or with samples of earlier; return how. ValueError names a damaged file."
-    ways, stamps = [], {}
-    starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0)
+def check_tokens(folder, index, parts, paths, remedy, verify=False): # parts, paths: of both parts
+    "Compare tokens with the index or with earlier samples, and return how; ValueError if damaged."
+    known, stamps, ways = {}, {}, []
+    with suppress(OSError, TypeError, ValueError): # otherwise both parts are checked in full
+        known |= read_json(folder / "checked.json")
+    starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0) # bytes of the file
     for part, tokens, path, start in zip(PARTS, parts, paths, starts):
-        way, stamps[part] = check_part(folder, index[part], part, tokens, path, start, remedy, verify)
-        ways.append(way)
+        stamp = {"bytes": path.stat().st_size, "date": path.stat().st_mtime_ns, "sample": fingerprint(tokens)}
+        stamps[part] = stamp
+        if known.get(part) == stamp and not verify:
+            ways.append(SAMPLED)
+            continue
+        if stretch_sha256(path, start, tokens.nbytes) != index[part]["sha256"]:
+            raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
+        ways.append(IN_FULL)
     if IN_FULL in ways:
         with suppress(OSError): # if the folder is read-only
             write_json(folder / "checked.json", stamps)
     return SAMPLED if SAMPLED in ways else IN_FULL
 
-def check_part(folder, about, part, tokens, path, start, remedy, verify): # about: of the index; start: byte in the file
-    "Return how a part was checked, and its entry for `checked.json`."
-    known = {}
-    with suppress(OSError, TypeError, ValueError): # otherwise it is checked in full
-        known |= read_json(folder / "checked.json")
-    stamp = {"bytes": path.stat().st_size, "date": path.stat().st_mtime_ns, "sample": fingerprint(tokens)}
-    before = known.get(part, {})
-    if isinstance(before, dict) and not verify and all(before.get(name) == stamp[name] for name in ("bytes", "date")):
-        if before.get("sample") == stamp["sample"]:
-            return SAMPLED, stamp
-        raise ValueError(f"{path} is damaged (samples differ from those of the last check); {remedy}")
-    if stretch_sha256(path, start, tokens.nbytes) != about["sha256"]:
-        raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
-    return IN_FULL, stamp
-
 def stretch_sha256(path, start, size): # bytes
-    "Return the SHA-256 of a stretch of a file; read, not mapped: a broken disk then raises an OSError."
-    digest = hashlib.sha256()
+    "Return the SHA-256 of a stretch of a file."
+    digest = hashlib.sha256() # not of mapped tokens: reading a broken disk raises an OSError
     with open(path, "rb") as file:
         file.seek(start)
         while size > 0 and (block := file.read(min(size, 1 << 23))):
@@ -320,8 +318,9 @@ class Corpus:
     checked: str = "" # how the tokens were checked when they were opened
 
     def described(self) -> str:
-        "Return number, tokenizer and check of the tokens in one line."
-        return f"{plural(len(self.train), 'token')} of {self.tokenizer.name} to train on, {self.checked}"
+        "Describe the tokens: their number, tokenizer and check."
+        tokens = plural(len(self.train), "token")
+        return f"{tokens} of {self.tokenizer.name} to train on, {self.checked}"
 
     def bits_per_byte(self, nats: float) -> float: # nats: loss per held-out token
         "Return the loss in bits per byte, which is comparable between tokenizers."
@@ -341,7 +340,7 @@ def open_corpus(folder, tokenizer, verify=False):
         raise ValueError(f"{folder} holds tokens of {index['tokenizer_hash']}; the tokenizer that was named is "
                          f"{tokenizer_hash(tokenizer)}")
     parts, paths = mapped_parts(folder, index), [folder / f"{part}.bin" for part in PARTS]
-    checked = check_tokens(folder, index, parts, paths, f"delete the folder {folder} and prepare it again", verify)
+    checked = check_tokens(folder, index, parts, paths, again(folder), verify)
     return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-029
@@ -368,32 +367,35 @@ def mapped(files, fraction): # files: from `bin_files`
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-030
 def bin_tokenizer(files, name):
-    "Return the tokenizer of nanoGPT's files: the table beside them, or the named one; ValueError if it cannot be theirs."
-    tables = [read_characters(meta) for meta in (path.with_name("meta.pkl") for path in files) if meta.is_file()]
+    "Return the tokenizer of nanoGPT's files: their table, or the named one; ValueError if it cannot be theirs."
+    metas = [path.with_name("meta.pkl") for path in files]
+    tables = [read_characters(meta) for meta in metas if meta.is_file()]
     if not tables:
         return get_tokenizer(name)
-    meta, (size, characters) = files[0].with_name("meta.pkl"), tables[0]
+    meta, (size, characters) = metas[0], tables[0]
     if len(tables) < len(files) or any(table != tables[0] for table in tables):
         raise ValueError(f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them")
     tokenizer = CharTokenizer(characters) if characters and name == "bytes" else get_tokenizer(name)
     if characters and getattr(tokenizer, "characters", None) != characters:
-        raise ValueError(f"{meta} has a table of {size} characters; the tokenizer that was named is {name}, and the "
-                         f"right one is chars:{meta.parent}")
+        raise ValueError(f"{meta} has a table of {size} characters; the tokenizer that was named is "
+                         f"{name}, and the right one is chars:{meta.parent}")
     if size and size != tokenizer.vocab_size:
-        raise ValueError(f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer {tokenizer.name} has "
-                         f"{tokenizer.vocab_size}; name the tokenizer that they were made with")
+        raise ValueError(f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer "
+                         f"{tokenizer.name} has {tokenizer.vocab_size}; name the one that they were made with")
     return tokenizer
 
 def counted(path, tokens, tokenizer, start): # start: first byte of the tokens in the file
-    "Return the index entry of a file of tokens; ValueError if a token is outside the vocabulary, or of another width."
-    counts, even, odd = np.zeros(1 << 16, np.int64), False, False # are there others than 0 at even and odd places?
+    "Return the index entry of a file of tokens; ValueError for ids outside the vocabulary or of another width."
+    counts = np.zeros(1 << 16, np.int64)
+    even = odd = False # does a place of this kind hold anything but 0?
     for first in range(0, len(tokens), 1 << 22):
         block = tokens[first:first + (1 << 22)]
         counts += np.bincount(block, minlength=1 << 16)
         even = even or bool(block[0::2].any())
         odd = odd or bool(block[1::2].any())
     if even != odd and len(tokens) >= 16:
-        raise ValueError(f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; write them as np.uint16")
+        raise ValueError(f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; "
+                         "write them as np.uint16")
     if (most := np.flatnonzero(counts)[-1]) >= tokenizer.vocab_size:
         raise ValueError(f"{path} holds token {most}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size}; "
                          "name the tokenizer that it was made with")
@@ -411,7 +413,8 @@ def open_bins(files, folder, tokenizer, about, fraction, verify=False):
                    for part, file, tokens, start in zip(PARTS, files * 2, parts, starts)}
         write_index(folder, about | {"dtype": "<u2", "whole_documents": None}, entries)
     index = read_record(folder / "index.json")
-    checked = check_tokens(folder, index, parts, files * 2, f"copy it again, and delete the folder {folder}", verify)
+    remedy = f"copy it again, and delete the folder {folder}"
+    checked = check_tokens(folder, index, parts, files * 2, remedy, verify)
     if os.environ.get("RANK", "0") == "0":
         print(f"{files[0]}: read as ids of the tokenizer {tokenizer.name}", file=sys.stderr)
     return Corpus(folder, index, tokenizer, *parts, checked)

@@ -179,7 +179,7 @@ SPLIT_IT = "separate its documents by lines <|endoftext|>, or store them as JSON
 
 @lru_cache(maxsize=1)
 def largest_document():
-    "Return the bytes of the largest document that is read: an eighth of the memory of this process."
+    "Return the bytes of the largest document: an eighth of the memory that this process may use."
     import psutil
     limits = [psutil.virtual_memory().total]
     with suppress(ImportError): # Windows
@@ -193,7 +193,8 @@ def largest_document():
 def check_document(size, place):
     "Raise ValueError if a document has too many bytes."
     if size > largest_document():
-        raise ValueError(f"{place} is longer than {largest_document() / 1e9:.1f} GB, an eighth of the memory; {SPLIT_IT}")
+        most = f"{largest_document() / 1e9:.1f} GB, an eighth of the memory"
+        raise ValueError(f"{place} is longer than {most}; {SPLIT_IT}")
 
 def bounded_lines(stream, place): # place: name of the stream, for the message
     "Yield the lines of a stream; ValueError if one is larger than a document may be."
@@ -316,7 +317,7 @@ def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str,
         raise ValueError(f"{path} is empty")
 
 # %% ../../nbs/machine/data.ipynb #data-028
-def escaped_folder(path):
+def escaped_folder(path: Path) -> Path:
     "Return a glob in which the part that exists under this very name is no pattern."
     for folder in path.parents:
         if folder.exists():
@@ -352,10 +353,10 @@ def hub_name(name): # without "hf:"
     return path, config, split or "train", revision
 
 def check_hub_folder(path):
-    "Raise ValueError for a local folder whose name `datasets` would take for a pattern that matches other folders."
+    "Raise ValueError for a local folder whose name `datasets` would take for a pattern of other names."
     if Path(path).is_dir() and glob.has_magic(path):
-        raise ValueError(f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder for a pattern; "
-                         "rename the folder")
+        raise ValueError(f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder "
+                         "for a pattern; rename the folder")
 
 # %% ../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
@@ -490,13 +491,15 @@ class CharTokenizer:
     def __init__(self, characters: list[str]):
         self.characters, self.vocab_size = characters, len(characters)
         self.ids = {character: i for i, character in enumerate(characters)}
-        self.sizes = np.array([len(character.encode(errors="surrogatepass")) for character in characters]) # bytes per token
+        sizes = [len(character.encode(errors="surrogatepass")) for character in characters]
+        self.sizes = np.array(sizes, np.int64) # bytes of text per token
 
     def encode(self, text: str) -> np.ndarray:
         "Return token ids (M,) uint16; ValueError names a character that is not in the table."
         for character in text:
             if character not in self.ids:
-                raise ValueError(f"the character {character!r} is not in the tokenizer's table of {self.vocab_size}")
+                table = f"the tokenizer's table of {self.vocab_size}"
+                raise ValueError(f"the character {character!r} is not in {table}")
         return np.array([self.ids[character] for character in text], self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -506,11 +509,13 @@ class CharTokenizer:
 # %% ../../nbs/machine/data.ipynb #data-chars-3
 class PlainUnpickler(pickle._Unpickler):
     "Unpickler of strings, numbers, dicts and lists."
+    EXPECTED = "expected strings, numbers, dicts and lists only"
+
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it holds {module}.{name}; expected strings, numbers, dicts and lists only")
+        raise pickle.UnpicklingError(f"it holds {module}.{name}; {self.EXPECTED}")
 
     def persistent_load(self, key):
-        raise pickle.UnpicklingError("it refers to other objects; expected strings, numbers, dicts and lists only")
+        raise pickle.UnpicklingError(f"it refers to other objects; {self.EXPECTED}")
 
 def read_pickle(path, most=1 << 24): # most: bytes
     "Return the plain value in a pickled file, without running code; ValueError for any other."
@@ -526,7 +531,7 @@ def read_pickle(path, most=1 << 24): # most: bytes
         raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from None
 
 def read_characters(path):
-    "Return (size of the vocabulary, characters or None) of nanoGPT's meta.pkl; ValueError if they do not fit."
+    "Return (size of the vocabulary, characters or None) of a meta.pkl; ValueError if they do not fit."
     about = read_pickle(path)
     if not isinstance(about, dict) or not isinstance(about.get("vocab_size"), int | None):
         raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
@@ -548,7 +553,7 @@ def check_characters(characters, path):
                          "itself with --tokenizer bytes or gpt2")
 
 def characters_from_folder(folder):
-    "Return the `CharTokenizer` of a folder: nanoGPT's meta.pkl, or tokenizer.json of a model; OSError or ValueError."
+    "Return the `CharTokenizer` of nanoGPT's meta.pkl, or of the tokenizer.json of a model; OSError or ValueError."
     meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
     if not meta.is_file():
         known = read_json(saved)
@@ -562,7 +567,9 @@ def characters_from_folder(folder):
 
 # %% ../../nbs/machine/data.ipynb #data-044
 @lru_cache(maxsize=4)
-def get_tokenizer(name: str) -> ByteTokenizer | BPETokenizer | CharTokenizer: # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
+def get_tokenizer(
+    name: str, # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
+) -> ByteTokenizer | BPETokenizer | CharTokenizer:
     "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
     if name == "bytes":
         return ByteTokenizer()

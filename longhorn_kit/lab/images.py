@@ -67,20 +67,20 @@ def walked(folder):
         above = lambda name: f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))
                       and not (os.path.islink(os.path.join(root, name)) and above(name))]
-        files = [name for name in files if not name.startswith(".") and name.lower() not in ("thumbs.db", "desktop.ini")]
-        yield Path(root), folders, files
+        shown = [name for name in files if not name.startswith(".") and name.lower() not in UNSEEN]
+        yield Path(root), folders, shown
+
+UNSEEN = ("thumbs.db", "desktop.ini") # hidden files of Windows
 
 def survey(folder, endings):
     "Return (images, other files, folders at the bottom without an image) of a folder of class folders."
     images, others, bare = [], [], []
     for root, folders, files in walked(folder):
-        mine = [root / name for name in files if os.path.splitext(name)[1].lower() in endings]
-        others += [root / name for name in files if os.path.splitext(name)[1].lower() not in endings]
-        if root == Path(folder): # no class
-            others += mine
-        else:
-            images += mine
-        if not mine and not folders and root != Path(folder):
+        in_class, before = root != Path(folder), len(images)
+        for name in files:
+            is_image = os.path.splitext(name)[1].lower() in endings
+            (images if is_image and in_class else others).append(root / name)
+        if in_class and not folders and len(images) == before:
             bare.append(root)
     return images, others, bare
 
@@ -88,15 +88,18 @@ def report_others(folder, others, bare):
     "Print what is left out; ValueError for a folder of a class without an image."
     if bare:
         held = Counter(path.suffix for path in others if path.parent == bare[0])
-        raise ValueError(f"the class folder {bare[0]} has no image that can be read; it has {endings_of(held)}")
+        raise ValueError(f"the class folder {bare[0]} has no image that can be read; "
+                         f"it has {endings_of(held)}")
     if others and is_main_process():
         held = Counter(path.suffix for path in others)
+        example = without_machine_paths(str(others[0]))
         warn(f"{folder}: left out {plural(len(others), 'file')} that are no images in a class folder "
-             f"({endings_of(held)}), such as {without_machine_paths(str(others[0]))}")
+             f"({endings_of(held)}), such as {example}")
 
 def endings_of(held): # held: Counter of endings
     "Return endings with their numbers, as text."
-    return ", ".join(f"{ending or 'no ending'}: {number}" for ending, number in held.most_common(5)) or "no files"
+    words = [f"{ending or 'no ending'}: {number}" for ending, number in held.most_common(5)]
+    return ", ".join(words) or "no files"
 
 def check_folders(images):
     "Raise ValueError if two folders have the same name, and so would be the same class."
@@ -104,7 +107,8 @@ def check_folders(images):
     for path in images:
         known = parents.setdefault(path.parent.name, path.parent)
         if known != path.parent:
-            raise ValueError(f"{known} and {path.parent} would both be the class {path.parent.name}; rename one of them")
+            raise ValueError(f"{known} and {path.parent} would both be the class {path.parent.name}; "
+                             "rename one of them")
 
 class FolderImages(Reader):
     "Images of one folder per class, as in ImageNet; an item is (path, class)."
@@ -121,7 +125,8 @@ def folder_images(folder: Path) -> FolderImages:
     check_folders(images)
     names = sorted({path.parent.name for path in images}, key=natural_key)
     classes = {name: i for i, name in enumerate(names)}
-    items = sorted(((str(path), classes[path.parent.name]) for path in images), key=lambda item: natural_key(item[0]))
+    items = [(str(path), classes[path.parent.name]) for path in images]
+    items.sort(key=lambda item: natural_key(item[0]))
     return FolderImages(items, classes, str(folder))
 
 # %% ../../nbs/machine/images.ipynb #images-009
@@ -141,7 +146,8 @@ class HubData(Reader):
         known = list(rows[label])
         names = getattr(rows.features[label], "names", None)
         if odd := [value for value in known if not isinstance(value, int | str | None)][:1]:
-            raise ValueError(f"{name}, {split}: the column {label!r} holds a {type(odd[0]).__name__}, not a class")
+            kind = type(odd[0]).__name__
+            raise ValueError(f"{name}, {split}: the column {label!r} holds a {kind}, not a class")
         labels = set(known)
         if max(len(labels), len(names or ())) > LARGEST_CLASS:
             raise ValueError(f"{name}, {split}: the column {label!r} has more than {LARGEST_CLASS:,} classes")
@@ -155,8 +161,9 @@ class HubData(Reader):
         if split == "train" and Path(name).is_dir():
             from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
             images, others, bare = survey(name, set(ImageFolder.EXTENSIONS))
+            others = [path for path in others if not path.name.startswith("metadata.")]
             if images: # else tables
-                report_others(name, [path for path in others if not path.name.startswith("metadata.")], bare)
+                report_others(name, others, bare)
 
     @property
     def labels(self): return self.numbers
@@ -179,7 +186,7 @@ class Shards(Reader):
             file.seek(start)
             return io.BytesIO(file.read(size)), label
 
-def shard_files(folder: str, names: tuple) -> list[Path]: # folder: or a pattern; names: of the part, the first wins
+def shard_files(folder: str, names: tuple) -> list[Path]: # folder: or a pattern; names: of the part
     "Return the shards of a part, sorted; ValueError for a compressed one."
     folders = [Path(folder)] if Path(folder).is_dir() else map(Path, sorted(glob.glob(folder)))
     files = sorted(path for place in folders if place.is_dir() for path in place.iterdir())
@@ -187,7 +194,8 @@ def shard_files(folder: str, names: tuple) -> list[Path]: # folder: or a pattern
         ours = [path for path in files if name in path.name]
         packed = [path for path in ours if re.search(r"\.(tar\.\w+|t[gbx]z2?)$", path.name.lower())]
         if packed:
-            raise ValueError(f"{packed[0]} is compressed, and images are read from the middle of a shard; decompress it")
+            raise ValueError(f"{packed[0]} is compressed, and images are read from the middle of a shard; "
+                             "decompress it")
         if found := [path for path in ours if path.name.lower().endswith(".tar")]:
             return found
     return []
@@ -212,8 +220,9 @@ def read_shard(path: Path) -> tuple[dict, dict]: # -> key -> (first byte, bytes)
                 place = f"{path}, {member.name}"
                 if not member.isfile() or member.issparse():
                     raise ValueError(f"{place} is no plain file but a link, a folder or sparse")
-                if key in (labels if kind == "cls" else images):
-                    raise ValueError(f"{place} is the second {'label' if kind == 'cls' else 'image'} of its key")
+                what, known = ("label", labels) if kind == "cls" else ("image", images)
+                if key in known:
+                    raise ValueError(f"{place} is the second {what} of its key")
                 if kind == "cls":
                     labels[key] = class_of(tar.extractfile(member).read(100), place)
                 else:
@@ -232,7 +241,8 @@ def check_end(path: Path, end: int) -> None: # end: first byte after the last fi
             warn(f"{path} has no mark of its end; it may have been cut off")
         while block:
             if block.strip(b"\0"):
-                raise ValueError(f"{path} is damaged, or several tar files joined: after byte {end:,} it cannot be read")
+                raise ValueError(f"{path} is damaged, or several tar files joined: after byte {end:,} "
+                                 "it cannot be read")
             block = file.read(1 << 20)
 
 def shard_images(folder: str, names: tuple) -> Shards: # as for `shard_files`
@@ -241,11 +251,14 @@ def shard_images(folder: str, names: tuple) -> Shards: # as for `shard_files`
     for path in shard_files(folder, names):
         images, labels = read_shard(path)
         alone += [f"{path}, {key}" for key in images.keys() ^ labels.keys()]
-        items += [(f"{path}, {key}", path, *images[key], labels[key]) for key in images if key in labels]
+        for key in (key for key in images if key in labels):
+            items.append((f"{path}, {key}", path, *images[key], labels[key]))
     if not items:
-        raise FileNotFoundError(f"no shards match {folder}/*{names[0]}*.tar, or they have no pairs KEY.jpg and KEY.cls")
+        raise FileNotFoundError(f"no shards match {folder}/*{names[0]}*.tar, or they have no pairs KEY.jpg "
+                                "and KEY.cls")
     if alone and is_main_process():
-        warn(f"{folder}: left out {plural(len(alone), 'key')} with an image or a label alone, such as {min(alone)}")
+        warn(f"{folder}: left out {plural(len(alone), 'key')} with an image or a label alone, "
+             f"such as {min(alone)}")
     return Shards(items, {str(i): i for i in range(max(item[-1] for item in items) + 1)}, folder)
 
 # %% ../../nbs/machine/images.ipynb #images-012
@@ -266,9 +279,11 @@ def check_readable(data: str, reader: Any) -> None:
     order = np.argsort(labels, kind="stable")
     for numbers in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
         if not any(can_decode(reader, int(i)) for i in numbers):
-            name = next((name for name, label in reader.classes.items() if label == labels[numbers[0]]), "without a label")
-            raise ValueError(f"{data}: none of the {plural(len(numbers), 'image')} of class {name} can be read; the first "
-                             f"is {without_machine_paths(str(reader.filename(int(numbers[0]), absolute=True)))}")
+            first, label = int(numbers[0]), labels[numbers[0]]
+            name = next((name for name, i in reader.classes.items() if i == label), "without a label")
+            file = without_machine_paths(str(reader.filename(first, absolute=True)))
+            raise ValueError(f"{data}: none of the {plural(len(numbers), 'image')} of class {name} can be read; "
+                             f"the first is {file}")
 
 def can_decode(reader: Any, i: int) -> bool:
     "Check whether an image can be decoded."

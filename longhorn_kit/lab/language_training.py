@@ -115,14 +115,19 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         return SequenceLM(config)
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n16
-def save_lm(model: SequenceLM, tokenizer: str | CharTokenizer, folder: str | Path) -> None: # tokenizer: or its name
+def save_lm(
+    model: SequenceLM,
+    tokenizer: str | CharTokenizer, # a name, or a table of characters
+    folder: str | Path,
+) -> None:
     "Write weights, config and tokenizer, as `longhorn generate FOLDER` reads them."
     if isinstance(tokenizer, CharTokenizer):
         about = {"tokenizer": tokenizer.name, "characters": tokenizer.characters}
     else:
         kind, _, place = tokenizer.partition(":")
-        about = {"tokenizer": f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer}
-    with atomic_file(Path(folder) / "tokenizer.json") as file: # not `write_record`, which would shorten the path
+        name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
+        about = {"tokenizer": name}
+    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_record` would shorten the path
         file.write(json.dumps(about | {"sha256": digest_of(about)}) + "\n")
     model.save_pretrained(folder)
 
@@ -175,8 +180,10 @@ def fit(
     result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
     model = gather_full_model(model)
     if is_main_process():
-        characters = isinstance(corpus.tokenizer, CharTokenizer) # else the preset knows the vocabulary's folder
-        save_lm(model, corpus.tokenizer if characters else preset.tokenizer, out or Path(folder) / "model")
+        tokenizer = preset.tokenizer # with the vocabulary's folder
+        if isinstance(corpus.tokenizer, CharTokenizer):
+            tokenizer = corpus.tokenizer
+        save_lm(model, tokenizer, out or Path(folder) / "model")
     bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
@@ -214,8 +221,11 @@ def train_lm(
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
               f"held-out {result['bits_per_byte']:.3f} bits per byte")
-        prompt = "The " if corpus.tokenizer.end is not None else corpus.tokenizer.decode(corpus.val[:4]) # a table may lack T
-        print(f"saved in {saved}; try: longhorn generate {shlex.quote(str(saved))} --prompt {shlex.quote(prompt)}")
+        prompt = "The "
+        if isinstance(corpus.tokenizer, CharTokenizer): # its table may lack a T
+            prompt = corpus.tokenizer.decode(corpus.val[:4])
+        command = shlex.join(["longhorn", "generate", str(saved), "--prompt", prompt])
+        print(f"saved in {saved}; try: {command}")
     return result
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-083

@@ -20,8 +20,9 @@ from statistics import mean
 from typing import Any
 
 from ..extras import need
-from ..records import (
-    command_line, commit_of_kit, environment, exclusive_lock, in_one_line, progress, read_record, to_plain, write_record)
+from longhorn_kit.records import (
+    command_line, commit_of_kit, environment, exclusive_lock, in_one_line, progress, read_record, to_plain,
+    write_record)
 
 # %% ../../nbs/machine/run.ipynb #run-006
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def load_model(
         raise ValueError(f"{path} is not a model's config: {error}{hint}") from error
     state = read_weights(weights, config)
     if config.n_layer > len(state): # before so many blocks are built
-        raise ValueError(f"{weights} has {len(state)} tensors, too few for the {config.n_layer} blocks of {path}")
+        raise ValueError(f"{weights} has {len(state)} tensors, too few for the {config.n_layer} blocks "
+                         f"of {path}")
     with torch.device("meta"):
         model = cls(config)
     check_state(state, model.state_dict(), weights)
@@ -118,9 +119,10 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
         start, text = read_record(run / "config.json")["attempts"][-1], read_record(run / "text.json")["source"]
         if all(shape[name] == value for name, value in model.items()):
             kit, loss = start["environment"], last.get("ema_val_loss", last["val_loss"])
+            command = as_code(without_full_paths(start["command"]))
             return {"Base": "none; trained from random weights", "Data": f"text with SHA-256 {text}",
                     "Tokens": f"{last['tokens']:,} seen in training", "Loss": f"{loss:.4f} nats per token, held out",
-                    "Commit": f"{kit['commit']} of longhorn-kit {kit['kit']}", "Command": as_code(without_full_paths(start["command"]))}
+                    "Commit": f"{kit['commit']} of longhorn-kit {kit['kit']}", "Command": command}
     return {}
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-e
