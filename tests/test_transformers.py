@@ -14,7 +14,7 @@ from longhorn_kit.models.transformers import (
     to_transformers)
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache,
-    LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments)
+    LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments)
 
 pytestmark = pytest.mark.numeric
 
@@ -281,6 +281,24 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
     assert torch.equal(hf.generate(**inputs, **options), expected)
     assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7 # also where gradients are wanted
     assert hf(tokens).past_key_values is None
+
+
+def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(tmp_path):
+    hf, prompt, sampled = to_transformers(make(dropout=0.1)), torch.randint(50, (1, 6)), []
+
+    class Sample(TrainerCallback):
+        def on_step_end(self, arguments, state, control, model, **others):
+            options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            assert model.training and model.is_gradient_checkpointing
+            sampled.append([torch.cat(each.generate(prompt, **options).logits) for each in (model, copy.deepcopy(model).eval())])
+
+    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(8)]
+    arguments = TrainingArguments(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_checkpointing=True,
+                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+    Trainer(hf, arguments, train_dataset=data, callbacks=[Sample()]).train()
+    assert len(sampled) == 2
+    for training, evaluation in sampled:
+        torch.testing.assert_close(training, evaluation)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))

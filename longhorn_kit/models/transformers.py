@@ -26,6 +26,7 @@ from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide
 from .mixer import WIDE, CacheSlot, TextMask, pick_columns
+from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers
 from ..scan.launch import unwatched
 
@@ -556,8 +557,8 @@ def warn_of_other_version(folder: str | Path, options: dict): # options: of `fro
     with open(path, encoding="utf-8") as file:
         version = re.search(r'^VERSION = "([\w.+-]{1,40})"$', file.read(1000), re.M)
     if version and version[1] != __version__:
-        warnings.warn(f"{folder} was exported by longhorn-kit {version[1]}, and longhorn-kit {__version__} runs it: "
-                      "its results may differ", stacklevel=3)
+        warnings.warn(f"{readable(str(folder))} was exported by longhorn-kit {version[1]}, and longhorn-kit "
+                      f"{__version__} runs it: its results may differ", stacklevel=3)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-032
 def export_folder(
