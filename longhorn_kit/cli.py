@@ -392,7 +392,7 @@ class HoldOut:
     def __call__(self):
         from longhorn_kit.lab.data import hold_out_long
         for name, (documents, size) in hold_out_long(**vars(self)).items():
-            print(f"{name}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
+            print(f"{in_one_line(name)}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
         print(f"written: {self.out}")
 
 # %% ../nbs/machine/cli.ipynb #cli-035

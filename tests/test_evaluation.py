@@ -272,6 +272,14 @@ def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
         records.read_whole(tmp_path / "none", ("*.json",), lambda path: (path / "x").read_text())
 
 
+@pytest.mark.parametrize("folder", ["kit", "bare"])
+def test_a_billion_blocks_are_refused_before_they_are_built(checkpoint, tmp_path, folder):
+    path = shutil.copytree(checkpoint.parent / folder, tmp_path / "m") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 10**9}))
+    with pytest.raises(ValueError, match="config.json asks for 1000000000 blocks, and there are .* tensors; restore it"):
+        evaluation.load_pair(tmp_path / "m")
+
+
 def test_weights_of_the_kit_that_were_damaged_are_not_exported(checkpoint, tmp_path):
     weights = shutil.copytree(checkpoint, tmp_path / "m") / "model.safetensors"
     data = bytearray(weights.read_bytes())

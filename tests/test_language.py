@@ -1,5 +1,5 @@
 """Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
-import json, lzma, math, os, re, shutil, signal
+import json, lzma, math, os, re, shutil, signal, sys
 from collections import Counter
 from itertools import product
 from unittest.mock import Mock
@@ -214,6 +214,22 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))
     assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be"]) == 1
     assert re.search("tokenizer.json is damaged; restore it or save the model again", capsys.readouterr().err)
+
+
+def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
+    data, out, export = tmp_path / "users" / "alice" / "private text.txt", tmp_path / "users" / "alice" / "run", tmp_path / "e"
+    data.parent.mkdir(parents=True)
+    data.write_text("words of a text\n" * 100)
+    monkeypatch.chdir(tmp_path.parent.parent) # the working folder is above, as / may be
+    monkeypatch.setattr(os, "getcwd", lambda: "/nowhere/else")
+    words = ["train-lm", "--preset", "laptop", "--d-model", "16", "--n-layer", "1", "--steps", "2", "--context", "16", "--cpu", "--data", str(data), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["longhorn", *words])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None) # not `python -m pytest`
+    assert cli.main(words) == cli.main(["export", str(out), str(export)]) == cli.main(["export", str(export), str(tmp_path / "again")]) == 0
+    files = [path for folder in (out, export, tmp_path / "again") for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if b"alice" in path.read_bytes()]
+    command = read_record(out / "config.json")["attempts"][0]["command"]
+    assert command.endswith("--data '.../private text.txt' --out .../run") and f"`{command}`" in (export / "README.md").read_text()
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PAD', 'FILES', 'ALL_FILES', 'REMEDY', 'LOCAL', 'RECALL', 'TASK_PRESETS', 'OWN_TASKS', 'READINGS', 'harness',
-           'last_pair', 'hf_tokenizer', 'free_word', 'check_model', 'read_settings', 'loading', 'first_line',
-           'is_export', 'load_own', 'load_pair', 'read_export', 'quiet', 'harness_model', 'UnknownTask', 'manager_for',
-           'passage_prompt', 'contains_any', 'expand_tasks', 'find_tasks', 'doubled', 'read_twice', 'metric_rows',
-           'run_tasks', 'evaluate_checkpoint', 'mean_rows', 'score_table', 'export_checkpoint']
+           'last_pair', 'hf_tokenizer', 'free_word', 'check_model', 'check_blocks', 'read_settings', 'loading',
+           'first_line', 'is_export', 'load_own', 'load_pair', 'read_export', 'quiet', 'harness_model', 'UnknownTask',
+           'manager_for', 'passage_prompt', 'contains_any', 'expand_tasks', 'find_tasks', 'doubled', 'read_twice',
+           'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'mean_rows', 'score_table', 'export_checkpoint']
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-003
 import contextlib, copy, difflib, io, json, logging, re, time, warnings
@@ -103,15 +103,24 @@ REMEDY = "restore it from a copy, or save or export the model again"
 
 def check_model(folder: str | Path) -> Path:
     "Return the folder to read a model from; ValueError names the first incomplete file."
-    folder = standing(folder)
+    folder, tensors = standing(folder), 0
     check_folder(folder, "export it again, or delete manifest.json if you changed the folder yourself")
     for path in (path for name in FILES for path in sorted(folder.glob(name))):
         if path.suffix == ".json":
             read_settings(path)
         else:
-            with loading(path), safe_open(path, "pt"): # reads the header
-                pass
+            with loading(path), safe_open(path, "pt") as file: # reads the header
+                tensors += len(file.keys())
+    check_blocks(folder / "config.json", tensors)
     return folder
+
+def check_blocks(path: Path, tensors: int) -> None: # path: of the settings; tensors: in the folder's weights
+    "Raise ValueError if a model has far more blocks than weights, before so many blocks are built."
+    settings = read_settings(path) if path.exists() and tensors else {}
+    for name in ("n_layer", "num_hidden_layers"):
+        blocks = settings.get(name)
+        if isinstance(blocks, int) and blocks > 10 * tensors: # blocks may share weights
+            raise ValueError(f"{path} asks for {blocks} blocks, and there are {tensors} tensors; {REMEDY}")
 
 # %% ../../nbs/machine/evaluation.ipynb #64ddf264
 def read_settings(path: Path) -> dict:
