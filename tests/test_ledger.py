@@ -265,7 +265,7 @@ def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside
     assert (paper, n, verdict) == ("+0.0044", "4", "holds") and here.startswith("+0.0200 [") and here.endswith(", 98 % interval")
     told = reason(row)
     assert told.startswith(" (ahead, at 4 seeds; ") and "all 8 seeds: +0.0200 [" in told and "rank test p = 0.029" in told
-    assert "chance that a fresh run of exact beats one of Mamba: 100%" in told and "excludes the published +0.0044" in told
+    assert "a fresh run of exact beats one of Mamba: 100% of pairs" in told and "excludes the published +0.0044" in told
     for text in (" ".join(ledger_text([row], 200).split()), ledger_markdown([row]), ledger_html([row])):
         assert "holds" in text and "ahead, at 4 seeds" in text and "98 % interval" in text and "rank test p = 0.029" in text
     (line,) = json.loads(ledger_json([row]))

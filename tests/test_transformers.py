@@ -14,7 +14,7 @@ from longhorn_kit.models.transformers import (
     to_transformers)
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache,
-    LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments)
+    LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments)
 
 pytestmark = pytest.mark.numeric
 
@@ -241,6 +241,18 @@ def test_collators_that_pack_train_as_padded_rows_do():
     torch.testing.assert_close(hf(**collated(texts)).loss, expected)
 
 
+def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
+    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    row = {name: value[0] for name, value in collated(texts).items()}
+    assert "position_ids" in row
+    trainer = Trainer(hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row])
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{name: value.tolist() for name, value in row.items()}])
+    assert set(trainer._remove_unused_columns(dataset, "train").column_names) == set(row)
+    losses = [trainer.compute_loss(hf, batch) for batch in trainer.get_train_dataloader()]
+    torch.testing.assert_close(losses, [hf(**collated(texts)).loss])
+    assert abs(losses[0] - hf(row["input_ids"][None], labels=row["labels"][None]).loss) > 1e-5
+
+
 def test_position_ids_beside_padding_pack_nothing():
     hf, (tokens, mask, _) = to_transformers(make()), padded(3, 8, 5)
     places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1) # as transformers counts them
@@ -269,6 +281,24 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
     assert torch.equal(hf.generate(**inputs, **options), expected)
     assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7 # also where gradients are wanted
     assert hf(tokens).past_key_values is None
+
+
+def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(tmp_path):
+    hf, prompt, sampled = to_transformers(make(dropout=0.1)), torch.randint(50, (1, 6)), []
+
+    class Sample(TrainerCallback):
+        def on_step_end(self, arguments, state, control, model, **others):
+            options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            assert model.training and model.is_gradient_checkpointing
+            sampled.append([torch.cat(each.generate(prompt, **options).logits) for each in (model, copy.deepcopy(model).eval())])
+
+    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(8)]
+    arguments = TrainingArguments(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_checkpointing=True,
+                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+    Trainer(hf, arguments, train_dataset=data, callbacks=[Sample()]).train()
+    assert len(sampled) == 2
+    for training, evaluation in sampled:
+        torch.testing.assert_close(training, evaluation)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -322,7 +352,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
     again, read = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert read.padding_side == "left" and again.generation_config.eos_token_id == again.config.pad_token_id == words.eos_token_id
+    assert read.padding_side == "left" and again.generation_config.eos_token_id == words.eos_token_id == 0
+    assert again.generation_config.pad_token_id == again.config.pad_token_id == words.pad_token_id == 255
     mine = to_transformers(make("longhorn"))
     mine.generation_config.eos_token_id = [7, 9]
     export_folder(mine, tmp_path / "mine", words)
@@ -372,13 +403,16 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
     torch.testing.assert_close(hf(more, past_key_values=cache).logits, whole)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 10))
-    hf(tokens, labels=tokens).loss.backward()
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("way", ("whole", "padded", "packed"))
+def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
+    hf, tokens = to_transformers(make()).train(), torch.randint(50, (5, 14))
+    more = dict(whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered()))[way]
+    hf(tokens, labels=tokens, **more).loss.backward()
     expected = [p.grad.clone() for p in hf.parameters()]
     hf.zero_grad()
-    hf.gradient_checkpointing_enable()
-    hf(tokens, labels=tokens).loss.backward()
+    hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    hf(tokens, labels=tokens, **more).loss.backward()
     for a, p in zip(expected, hf.parameters(), strict=True):
         torch.testing.assert_close(p.grad, a)
 

@@ -41,9 +41,9 @@ def comparison_of(contrast: Contrast, judgement: Judgement) -> Comparison:
     "Return a planned contrast in the form that tables and plots show."
     measured = (judgement.difference,) if judgement.n else ()
     margin = contrast.margin if contrast.kind == "as good" else 0.0
-    waits = not measured and not judgement.why
+    waits = judgement.verdict == "not run"
     return Comparison(
-        contrast.label, measured, contrast.unit, margin, searched=0, doubt=judgement.why,
+        contrast.label, measured, contrast.unit, margin, searched=0, doubt="" if waits else judgement.why,
         published=contrast.published, planned=True, waits=waits)
 
 def contrast_rows(

@@ -10,13 +10,14 @@ import glob, hashlib, json, shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n05
-from .corpus import Corpus, prepare
-from .data import VAL_PART, file_documents, matching_files
+from .corpus import Corpus, prepare, tokenizer_hash
+from .data import VAL_PART, CharTokenizer, file_documents, get_tokenizer, matching_files
 from .presets import LMPreset, find_preset, model_config, override
 from .processes import check_launcher, check_memory, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
@@ -25,7 +26,8 @@ from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
-from ..records import FullPath, atomic_file, check_same_settings, read_json, read_record, to_plain
+from ..records import (
+    FullPath, atomic_file, check_same_settings, digest_of, read_json, read_record, to_plain)
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-008
 def stretches(tokens, total: int | None) -> np.ndarray:
@@ -115,7 +117,7 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         return SequenceLM(config)
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n14-c
-def started_model(config: LMConfig, preset: LMPreset, init_from: str) -> SequenceLM: # init_from: its folder
+def started_model(config: LMConfig, tokenizer: Any, init_from: str) -> SequenceLM: # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
     model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
     known, ours = to_plain(model.config.to_dict()), to_plain(config.to_dict())
@@ -123,9 +125,10 @@ def started_model(config: LMConfig, preset: LMPreset, init_from: str) -> Sequenc
         if known[name] != ours[name] and name != "dropout":
             raise ValueError(f"--init-from {init_from} is a model with {name}={known[name]}; this one has "
                              f"{name}={ours[name]}")
-    words = trained_tokenizer(init_from, model.config.vocab_size)
-    if words.split(":")[0] != preset.tokenizer.split(":")[0]:
-        raise ValueError(f"--init-from {init_from} was trained on tokens of {words}; this run has {preset.tokenizer}")
+    theirs = get_tokenizer(trained_tokenizer(init_from, model.config.vocab_size))
+    if tokenizer_hash(theirs) != tokenizer_hash(tokenizer):
+        raise ValueError(f"--init-from {init_from} was trained on tokens of {tokenizer_hash(theirs)}; "
+                         f"this run has {tokenizer_hash(tokenizer)}")
     model.config = config # with the dropout of this run
     for block in model.blocks:
         block.dropout = config.dropout
@@ -139,13 +142,21 @@ def weights_sha256(model: SequenceLM) -> str:
     return digest.hexdigest()
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n16
-def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # tokenizer: its name
-    "Write weights, config and tokenizer name, as `longhorn generate FOLDER` reads them."
+def save_lm(
+    model: SequenceLM,
+    tokenizer: str | CharTokenizer, # a name, or a table of characters
+    folder: str | Path,
+) -> None:
+    "Write weights, config and tokenizer, as `longhorn generate FOLDER` reads them."
+    if isinstance(tokenizer, CharTokenizer):
+        about = {"tokenizer": tokenizer.name, "characters": tokenizer.characters}
+    else:
+        kind, _, place = tokenizer.partition(":")
+        name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
+        about = {"tokenizer": name}
+    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_record` would shorten the path
+        file.write(json.dumps(about | {"sha256": digest_of(about)}) + "\n")
     model.save_pretrained(folder)
-    kind, _, place = tokenizer.partition(":")
-    name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
-    with atomic_file(Path(folder) / "tokenizer.json") as file: # not with a relative path
-        file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-017
 def gather_full_model(model: SequenceLM) -> SequenceLM:
@@ -193,7 +204,7 @@ def fit(
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size, options)
     notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["text_sha256"]}}
     with together():
-        started = started_model(config, preset, init_from) if init_from else None
+        started = started_model(config, corpus.tokenizer, init_from) if init_from else None
         if started is not None:
             place = FullPath(Path(init_from).resolve())
             notes["start.json"] = {"init_from": place, "weights": weights_sha256(started)}
@@ -208,7 +219,10 @@ def fit(
                    lengthens)
     model = gather_full_model(model)
     if is_main_process():
-        save_lm(model, preset.tokenizer, out or Path(folder) / "model")
+        tokenizer = preset.tokenizer # with the vocabulary's folder
+        if isinstance(corpus.tokenizer, CharTokenizer):
+            tokenizer = corpus.tokenizer
+        save_lm(model, tokenizer, out or Path(folder) / "model")
     bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
@@ -248,13 +262,19 @@ def train_lm(
             raise ValueError(f"preset {preset} has no text; name one with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides, first_steps(out)),
                          text_column=text_column)
+        if is_main_process():
+            print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
     _, result = fit(chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True)
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
               f"held-out {result['bits_per_byte']:.3f} bits per byte")
-        print(f"saved in {saved}; try: longhorn generate {shlex.quote(str(saved))} --prompt 'The '")
+        prompt = "The "
+        if isinstance(corpus.tokenizer, CharTokenizer): # its table may lack a T
+            prompt = corpus.tokenizer.decode(corpus.val[:4])
+        command = shlex.join(["longhorn", "generate", str(saved), "--prompt", prompt])
+        print(f"saved in {saved}; try: {command}")
     return result
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-083
@@ -272,7 +292,9 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # folder: of 
         known = read_json(path)
         if not isinstance(known, dict) or "tokenizer" not in known:
             raise ValueError(f"{path} names no tokenizer; name one with --tokenizer")
-        return known["tokenizer"]
+        if known.get("sha256", digest := digest_of(known)) != digest:
+            raise ValueError(f"{path} is damaged; restore it or save the model again")
+        return f"chars:{folder}" if known["tokenizer"] == "chars" else known["tokenizer"]
     if vocab_size == 256:
         return "bytes"
     raise ValueError(f"{folder} names no tokenizer for its {vocab_size} tokens; name one with --tokenizer")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 
-from .compare import tokens_at
+from .compare import comparison_of, own_seeds, tokens_at
 from .plan import RATES, RECIPE, Model, scan_models
 from .stats import (
     APART, EXPLODED, FARTHEST, FLATTEST, LOOK_LEVEL, LOOKS, MEAN_SEARCH, PLAN_SD, PRIOR_DF, Comparison, Contrast, Fit,
@@ -37,8 +37,7 @@ class Seeded(Model):
 
     def seeds_to_judge(self, count: int) -> tuple[int, ...]:
         "Return the first `count` judged seeds."
-        first = 1000 * self.number + SEARCH_SEEDS + 1
-        return tuple(range(first, first + count))
+        return tuple(own_seeds(self.number, count))
 
 @dataclass(frozen=True)
 class Pool:
@@ -309,15 +308,16 @@ def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit:
     losses = [loss_of(run) for run in runs_of(model, family)[:count]]
     if model["why"]:
         return Fit(math.nan, math.nan, 0.0, 0, why=model["why"])
+    search = [(run["place"], loss_of(run)) for run in model["search"]]
+    own = fit_rates(search, [loss_of(run) for run in model["runs"][:count]], model["place"], sd)
     if family == "best rates":
-        search = [(run["place"], loss_of(run)) for run in model["search"]]
-        return fit_rates(search, losses, model["place"], sd)
-    best = mean(loss_of(run) for run in model["search"] if run["place"] == model["place"])
+        return own
+    best = mean(loss for place, loss in search if place == model["place"])
     exploded = sum(finite(loss) > best + EXPLODED * sd for loss in losses)
     if exploded:
         why = f"{exploded} of {len(losses)} runs exploded at the common rate"
         return Fit(math.nan, math.nan, 0.0, 0, why=why)
-    return fit_mean(losses)
+    return fit_mean(losses, own) # the residuals at its own rate count too
 
 # %% ../../nbs/machine/looks.ipynb #looks-028
 @dataclass
@@ -530,12 +530,9 @@ def waiting(contrast: Contrast, looks: Looks | None, family: str) -> Judgement:
     return Judgement(0, why=f"{min(runs)} of {LOOKS[0]} seeds so far")
 
 def row_of(contrast: Contrast, judgement: Judgement, family: str) -> tuple[Comparison, Judgement]:
-    "Return a row of the ledger; its difference is the estimate, not a list over seeds."
+    "Return a row of the ledger, whose label names the family."
     label = contrast.label + ", one learning rate for all" * (family == "one rate")
-    measured = (judgement.difference,) if judgement.n else ()
-    comparison = Comparison(label, measured, contrast.unit, contrast.margin if contrast.kind == "as good" else 0.0,
-                            published=contrast.published, planned=True, waits=not judgement.n)
-    return comparison, judgement
+    return comparison_of(replace(contrast, label=label), judgement), judgement
 
 # %% ../../nbs/machine/looks.ipynb #looks-041
 RULE = {"looks": LOOKS, "level": LOOK_LEVEL, "sd": PLAN_SD, "search seeds": SEARCH_SEEDS, "exploded": EXPLODED,

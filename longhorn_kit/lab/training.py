@@ -6,7 +6,7 @@
 __all__ = ['train']
 
 # %% ../../nbs/machine/training.ipynb #training-003
-import hashlib, math, socket, sys, time, uuid
+import hashlib, math, socket, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from .recipe import (
 from .trackers import check_tracker, open_tracker
 from ..scan.arguments import documented
 from longhorn_kit.records import (
-    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
+    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, warn, write_jsonl,
     write_record)
 
 # %% ../../nbs/machine/training.ipynb #training-012
@@ -199,7 +199,7 @@ def resume_run(run):
                 raise
             problem = problem or error
             if run.accelerator.is_main_process:
-                print(f"longhorn: warning: {error}; going back to the checkpoint before it", file=sys.stderr)
+                warn(f"{error}; going back to the checkpoint before it")
             continue
         run.sampler.load_state_dict(about["sampler"])
         run.step, run.seconds, run.resumed_from, run.history = about["step"], about["seconds"], about["step"], history

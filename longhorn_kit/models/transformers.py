@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat import mend_torchvision
 from .. import __version__
-from ..extras import pip_command
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide
 from .mixer import WIDE, CacheSlot, TextMask, pick_columns
+from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers
 from ..scan.launch import unwatched
 
@@ -41,7 +41,7 @@ try:
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.utils import cached_file, can_return_tuple
 except ImportError as error:
-    raise ImportError(f"this needs transformers 5 ({pip_command('hf')}): {error}") from None
+    raise ImportError(f"this needs transformers 5 (pip install 'transformers>=5,<6'): {error}") from None
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-006
 AUTO_MAP = {"AutoConfig": "modeling_longhorn.LonghornConfig", "AutoModel": "modeling_longhorn.LonghornModel",
@@ -200,6 +200,8 @@ def text_changes(name: str, value: Tensor, h: Tensor, text: TextMask | None) -> 
 
 def pack(h: Tensor, text: TextMask | None, given: dict) -> tuple | None: # -> (order (B*T,) or None, bounds (n+1,))
     "Return the order and the bounds of all texts in one row; None if every row is one text."
+    if h.shape[1] == 1: # a step starts nothing within its row
+        given = {name: value for name, value in given.items() if name.startswith("cu_seq")}
     if not given:
         return None
     if not unwatched():
@@ -262,7 +264,6 @@ class LonghornPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LonghornBlock"]
     _is_stateful = True
     _input_embed_layer = "embedding"
-    _keep_in_fp32_modules_strict = list(WIDE) # when weights are loaded in 16 bits
 
     register_for_auto_class = LonghornConfig.register_for_auto_class
 
@@ -271,11 +272,11 @@ class LonghornPreTrainedModel(PreTrainedModel):
         return False # the model makes its own
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path | None, *more: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *more: Any, **options: Any) -> Any:
         "Load a model as transformers does; warn if another version of the kit exported it."
-        if folder is not None:
-            warn_of_other_version(folder, options)
-        return super().from_pretrained(folder, *more, **options)
+        if pretrained_model_name_or_path is not None:
+            warn_of_other_version(pretrained_model_name_or_path, options)
+        return super().from_pretrained(pretrained_model_name_or_path, *more, **options)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **options):
         run = partial(checkpoint_unless_kept, gradient_checkpointing_func)
@@ -340,6 +341,8 @@ class LonghornModel(LonghornPreTrainedModel):
         with drawn_wide() as dtype:
             self.blocks = nn.ModuleList(LonghornBlock(lm, dtype=dtype) for _ in range(lm.n_layer))
         self.norm = RMSNorm(lm.d_model, lm.norm_eps)
+        names = {name.rpartition(".")[2] for name, _ in self.blocks.named_parameters()}
+        self._keep_in_fp32_modules_strict = names & set(WIDE) # when weights are loaded in 16 bits
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -427,15 +430,20 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict) -> None:
+        "Make no positions: after padding behind a prompt, those of transformers would start again."
+
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 inputs_embeds: Tensor | None = None, past_key_values: Any = None, labels: Tensor | None = None,
                 use_cache: bool | None = None, output_hidden_states: bool | None = None,
-                logits_to_keep: int | Tensor = 0, **options: Any) -> Any:
+                logits_to_keep: int | Tensor = 0, position_ids: Tensor | None = None,
+                cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **options: Any) -> Any:
         """Return logits, loss and cache; the other arguments are those of `LonghornModel`.
 
         Labels (B,T) are the tokens, shifted here; -100 is left out."""
         of_loss = {name: options.pop(name) for name in LOSS if name in options}
+        options |= dict(position_ids=position_ids, cu_seqlens=cu_seqlens, seq_idx=seq_idx)
         out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
                          output_hidden_states, return_dict=True, **options)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -549,8 +557,8 @@ def warn_of_other_version(folder: str | Path, options: dict): # options: of `fro
     with open(path, encoding="utf-8") as file:
         version = re.search(r'^VERSION = "([\w.+-]{1,40})"$', file.read(1000), re.M)
     if version and version[1] != __version__:
-        warnings.warn(f"{folder} was exported by longhorn-kit {version[1]}, and longhorn-kit {__version__} runs it: "
-                      "its results may differ", stacklevel=3)
+        warnings.warn(f"{readable(str(folder))} was exported by longhorn-kit {version[1]}, and longhorn-kit "
+                      f"{__version__} runs it: its results may differ", stacklevel=3)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-032
 def export_folder(
@@ -578,7 +586,7 @@ def padding_note(tokenizer: Any) -> str:
         return ""
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     if pad == end:
-        return (f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves out "
-                "the end of a text, and fine-tuning does not teach the model to stop.\n")
-    return (f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that leaves "
-            "padding out of the loss keeps the end of a text.\n")
+        return (f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves "
+                "out the end of a text, and fine-tuning does not teach the model to stop.\n")
+    return (f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that "
+            "leaves padding out of the loss keeps the end of a text.\n")
