@@ -364,6 +364,15 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
 
 
 @every_mixer
+@pytest.mark.parametrize("batch, steps", ((0, 5), (2, 0)))
+def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, steps):
+    "As PyTorch's layers do: processes that share gradients wait for each of them."
+    layer = MIXERS[name](16)
+    layer(torch.zeros(batch, steps, 16)).sum().backward()
+    assert [n for n, p in layer.named_parameters() if p.grad is None or p.grad.any()] == []
+
+
+@every_mixer
 def test_device_and_dtype_are_arguments_as_in_pytorch(name):
     "Device and dtype hold for every parameter of a layer or block, except that A_log and D_skip keep float32, with the values of the same seed; the layer decodes what it trains."
     def drawn(**place):

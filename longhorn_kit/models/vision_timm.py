@@ -50,7 +50,7 @@ class VisionWeights(nn.Module):
             B, H, W, C = x.shape
             pos = resample_abs_pos_embed(pos, new_size=[H, W], old_size=self.patch_embed.grid_size,
                                          num_prefix_tokens=self.num_prefix_tokens)
-            x = x.view(B, -1, C)
+            x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         return self.pos_drop(x + pos)
