@@ -407,14 +407,15 @@ def test_mistakes_are_named(message):
 JAMBA = dict(mamba_d_state=4, mamba_dt_rank=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32, attn_layer_offset=1, num_experts=2)
 
 
+@pytest.mark.parametrize("filter", ("silu", "gelu", "relu"))
 @pytest.mark.parametrize("kind, options", (("mamba", dict(state_size=4)), ("falcon_mamba", dict(state_size=4)), ("jamba", JAMBA)))
-def test_models_of_transformers_run_on_these_functions(kind, options):
-    "Logits, generated tokens and every gradient equal those of transformers' PyTorch path."
+def test_models_of_transformers_run_on_these_functions(kind, options, filter):
+    "Logits, generated tokens and every gradient equal those of transformers' PyTorch path, whatever the filter's activation."
     mend_torchvision()
     transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     name = kind.title().replace("_", "")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, **options)
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options)
     torch.manual_seed(0)
     model, tokens = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE), torch.randint(50, (2, 21), device=DEVICE)
 
@@ -429,8 +430,9 @@ def test_models_of_transformers_run_on_these_functions(kind, options):
     before, original = everything(), dict(vars(modeling))
     try:
         patch_mamba(modeling)
-        assert modeling.causal_conv1d_fn is causal_conv1d_fn
+        assert modeling.causal_conv1d_fn.__wrapped__ is causal_conv1d_fn
         after = everything()
+        assert {module.training for module in model.modules()} == {True}
     finally:
         vars(modeling).update(original)
     assert torch.equal(before[0], after[0]) and error(after[1], before[1]) < 1e-5

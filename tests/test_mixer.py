@@ -1,5 +1,5 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
-import copy, math, statistics, time
+import copy, functools, math, statistics, time
 
 import pytest
 import torch
@@ -361,6 +361,42 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
     if isinstance(cache, ScanCache):
         assert cache.S.dtype is torch.float32 and layer.empty_cache(1).S.dtype is torch.float32
         assert make(name).double().empty_cache(1).S.dtype is torch.float64
+
+
+@every_mixer
+def test_a_traced_layer_runs_and_learns_at_another_length(name):
+    "With the checks that `torch.jit.trace` makes by default."
+    torch.manual_seed(0)
+    layer, longer = MIXERS[name](16), torch.randn(2, 37, 16, requires_grad=True)
+    traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
+    torch.testing.assert_close(traced(longer), layer(longer), rtol=1e-4, atol=1e-5)
+    got, want = (torch.autograd.grad(run(longer).square().sum(), longer)[0] for run in (traced, layer))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * want.abs().max().item())
+
+
+@every_mixer
+def test_a_layer_that_cannot_be_scripted_says_so_in_one_line(name):
+    for module in (MIXERS[name](16), torch.nn.Sequential(MIXERS[name](16))):
+        with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot read \w+; use torch.compile, torch.export or torch.jit.trace$"):
+            torch.jit.script(module)
+
+
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "mamba"))
+def test_the_message_about_second_derivatives_names_a_way_that_works(name):
+    torch.manual_seed(0)
+    layer, x = MIXERS[name](8).double(), torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
+
+    def second():
+        slope, = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    with pytest.raises(RuntimeError) as refused:
+        second()
+    assert "layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself" in str(refused.value)
+    slope = torch.func.grad(lambda x: layer(x).square().sum())
+    by_func = torch.func.grad(lambda x: slope(x).square().sum())(x.detach())
+    layer.scan = functools.partial(layer.scan, backend="reference")
+    torch.testing.assert_close(second(), by_func)
 
 
 @every_mixer

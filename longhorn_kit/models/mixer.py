@@ -106,6 +106,10 @@ class Mixer(nn.Module, ABC):
                     dtype: torch.dtype | None = None) -> Any:
         "Return the cache before the first token."
 
+    def __prepare_scriptable__(self):
+        raise RuntimeError(f"torch.jit.script cannot read {type(self).__name__}; use torch.compile, torch.export "
+                           "or torch.jit.trace")
+
     def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
         weight = weight_of(self.out_proj)
         return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)

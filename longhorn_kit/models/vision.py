@@ -45,8 +45,7 @@ def vision_scan(
 @torch.jit.ignore
 def vision_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor: # (B,T,D), (D,1,W), (D,) -> (B,T,D) contiguous
     "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
-    plain = exporting() or torch.jit.is_tracing()
-    return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
+    return causal_conv1d(u, weight, bias, backend="torch" if exporting() else "auto").contiguous()
 
 @register_notrace_function
 @torch.jit.ignore

@@ -184,8 +184,10 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 def exporting() -> bool:
-    "Return whether `torch.export` traces; in PyTorch 2.11 `is_exporting` is also True while `torch.compile` does."
-    return torch.compiler._is_exporting_flag
+    """Return whether `torch.export` or `torch.jit.trace` records a program.
+
+    In PyTorch 2.11 `is_exporting` is also True while `torch.compile` traces."""
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
 _READ = WeakIdKeyDictionary() # bounds that were read: version and values

@@ -320,8 +320,11 @@ def _gradients(ctx, dy, dS, _):
         if "Batching rule" not in str(error):
             raise
         raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True) with "
-                           "backend='chunked'; backend='reference' has them") from error
+                           f"backend='chunked'; backend='reference' has them{ELSEWHERE}") from error
     return *grads, None if A is None else dA, dS, None, None, None, None
+
+ELSEWHERE = ( # for callers that have no argument `backend`
+    " (a layer runs it after layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself)")
 
 def once_only(operation, why):
     "Make a backward operation raise RuntimeError on a second derivative."
@@ -331,7 +334,7 @@ def once_only(operation, why):
 
 register_autograd(_operation, _gradients, setup_context=_setup)
 once_only(_operation_backward,
-          "this scan has no second derivative with backend='chunked'; backend='reference' has one")
+          f"this scan has no second derivative with backend='chunked'; backend='reference' has one{ELSEWHERE}")
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):

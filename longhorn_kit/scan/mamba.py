@@ -9,6 +9,8 @@ __all__ = ['selective_scan_fn', 'causal_conv1d_fn', 'causal_conv1d_varlen_states
 # %% ../../nbs/machine/mamba.ipynb #mamba-003
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
+from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from longhorn_kit.scan.arguments import (
-    HAS_TRITON, call_form, check_choice, check_cu_seqlens, check_optional, check_slots, check_tensor, documented, passed,
-    remember, shown)
+from .arguments import (
+    ACTIVATIONS, HAS_TRITON, call_form, check_choice, check_cu_seqlens, check_optional, check_slots, check_tensor,
+    documented, passed, remember, shown)
 from .launch import resolved, unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
@@ -344,6 +346,29 @@ def mamba_inner_fn(
     bias = None if out_proj_bias is None else out_proj_bias.to(out_proj_weight.dtype)
     return F.linear(y, out_proj_weight, bias)
 
+# %% ../../nbs/machine/mamba.ipynb #mamba-028b
+def with_any_filter(function: Callable, modeling: ModuleType) -> Callable:
+    "Return a convolution that takes every activation of transformers: those of the kernels inside, others after it."
+    @wraps(function)
+    def run(*args, activation=None, **options):
+        if activation in ACTIVATIONS:
+            return function(*args, activation=activation, **options)
+        return modeling.ACT2FN[activation](function(*args, **options))
+    return run
+
+def without_shortcut(forward: Callable) -> Callable:
+    "Return the forward of a layer that leaves out `mamba_inner_fn`, which knows no activation but SiLU, where it is wrong."
+    @wraps(forward)
+    def run(self, *args, **options):
+        if self.activation in ACTIVATIONS or not self.training:
+            return forward(self, *args, **options)
+        self.training = False # the shortcut is for training; layers inside keep their mode
+        try:
+            return forward(self, *args, **options)
+        finally:
+            self.training = True
+    return run
+
 # %% ../../nbs/machine/mamba.ipynb #mamba-029
 def patch_mamba(
     modeling: ModuleType, # a file of transformers: modeling_mamba, modeling_falcon_mamba or modeling_jamba
@@ -355,7 +380,8 @@ def patch_mamba(
     def fused(*args, dt_rms_weight=None, **options): # mamba-ssm normalizes after the projection, transformers before
         return None if dt_rms_weight is not None else mamba_inner_fn(*args, **options)
 
-    ours = (causal_conv1d_fn, causal_conv1d_update, selective_scan_fn, selective_state_update, mamba_selective_scan)
+    convolutions = [with_any_filter(function, modeling) for function in (causal_conv1d_fn, causal_conv1d_update)]
+    ours = (*convolutions, selective_scan_fn, selective_state_update, mamba_selective_scan)
     names = {function.__name__: function for function in ours} | {
         "mamba_inner_fn": fused, "mamba_selective_state_update": selective_state_update}
     if not isinstance(modeling, ModuleType) or not names.keys() & vars(modeling).keys():
@@ -364,3 +390,8 @@ def patch_mamba(
                          "transformers.models.mamba.modeling_mamba")
     for name in names.keys() & vars(modeling).keys():
         setattr(modeling, name, names[name])
+    for layer in list(vars(modeling).values()):
+        if isinstance(layer, type) and "forward" in vars(layer):
+            code = getattr(unwrap(layer.forward), "__code__", None)
+            if code is not None and "mamba_inner_fn" in code.co_names:
+                layer.forward = without_shortcut(layer.forward)
