@@ -365,7 +365,7 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
 
 @every_mixer
 def test_a_traced_layer_runs_and_learns_at_another_length(name):
-    "With the checks that `torch.jit.trace` makes by default."
+    "A traced layer passes the checks that `torch.jit.trace` makes by default, and equals the layer at another length, with gradients."
     torch.manual_seed(0)
     layer, longer = MIXERS[name](16), torch.randn(2, 37, 16, requires_grad=True)
     traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
@@ -376,6 +376,7 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
 
 @every_mixer
 def test_a_layer_that_cannot_be_scripted_says_so_in_one_line(name):
+    "A layer, alone or inside a module, refuses `torch.jit.script` in one line that names what to use."
     for module in (MIXERS[name](16), torch.nn.Sequential(MIXERS[name](16))):
         with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot read \w+; use torch.compile, torch.export or torch.jit.trace$"):
             torch.jit.script(module)
@@ -402,7 +403,7 @@ def test_the_message_about_second_derivatives_names_a_way_that_works(name):
 @every_mixer
 @pytest.mark.parametrize("batch, steps", ((0, 5), (2, 0)))
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, steps):
-    "As PyTorch's layers do: processes that share gradients wait for each of them."
+    "Every parameter gets a gradient of zeros from a batch without rows or without tokens: processes that share gradients wait for each."
     layer = MIXERS[name](16)
     layer(torch.zeros(batch, steps, 16)).sum().backward()
     assert [n for n, p in layer.named_parameters() if p.grad is None or p.grad.any()] == []
