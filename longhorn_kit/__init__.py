@@ -20,8 +20,8 @@ if sys.platform == "linux" and "triton" not in sys.modules:
 if TYPE_CHECKING:
     from .models import LMConfig, Longhorn, MIXERS, SequenceLM
     from .scan import causal_conv1d, causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
-    from .scan import causal_conv1d_varlen_states, longhorn_scan, longhorn_step, mamba_inner_fn, selective_scan, selective_scan_fn, selective_state_update
-    from .scan import selective_step
+    from .scan import causal_conv1d_varlen_states, longhorn_scan, longhorn_step, mamba_inner_fn, selective_scan
+    from .scan import selective_scan_fn, selective_state_update, selective_step
 
 __all__ = ["longhorn_scan", "longhorn_step", "selective_scan", "selective_step", "causal_conv1d", "causal_conv1d_step",
            "Longhorn", "MIXERS", "LMConfig", "SequenceLM", "selective_scan_fn", "mamba_inner_fn", "causal_conv1d_fn",

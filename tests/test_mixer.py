@@ -376,7 +376,7 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
 
 @every_mixer
 def test_a_layer_that_cannot_be_scripted_says_so_in_one_line(name):
-    "A layer, alone or inside a module, refuses `torch.jit.script` in one line that names what to use."
+    "A layer, alone or inside a module, refuses `torch.jit.script` with a line that names what to use."
     for module in (MIXERS[name](16), torch.nn.Sequential(MIXERS[name](16))):
         with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot read \w+; use torch.compile, torch.export or torch.jit.trace$"):
             torch.jit.script(module)
