@@ -200,8 +200,7 @@ def causal_conv1d_update(
         raise ValueError("cache_seqlens is given; a ring of inputs is not supported, so keep conv_state in order")
     check_tensor("x", x, ("B", "D"), ("B", "D", "S"))
     check_tensor("conv_state", conv_state, ("B", x.shape[1], "M"), like="x", device=x.device)
-    if not isinstance(weight, Tensor) or weight.dim() not in (2, 3): # the convolution checks the rest
-        check_filter(weight, x)
+    check_filter(weight, x)
     new, M, W = x if x.dim() == 3 else x[..., None], conv_state.shape[2], weight.shape[-1]
     check_slots(conv_state_indices, new[..., 0], conv_state, True, "conv_state_indices")
     if M < W - 1:
@@ -322,6 +321,15 @@ def mamba_inner_fn(
     check_tensor("delta_proj_weight", delta_proj_weight, (width, "R"), **fit)
     R, fit["like"] = delta_proj_weight.shape[1], "A and delta_proj_weight"
     check_tensor("x_proj_weight", x_proj_weight, (R + N * (B is None) + N * (C is None), width), **fit)
+    fit["like"] = "A"
+    check_tensor("conv1d_weight", conv1d_weight, (width, "W"), (width, 1, "W"), **fit)
+    check_tensor("out_proj_weight", out_proj_weight, ("E", width), **fit)
+    check_optional("out_proj_bias", out_proj_bias, (len(out_proj_weight),), like="out_proj_weight", device=xz.device)
+    for name, t in dict(conv1d_bias=conv1d_bias, delta_bias=delta_bias, D=D, dt_rms_weight=dt_rms_weight).items():
+        check_optional(name, t, (width,), **fit)
+    for name, t in dict(B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
+                        c_rms_weight=c_rms_weight).items():
+        check_optional(name, t, (N,), **fit)
 
     def normed(t, weight):
         if weight is None:
