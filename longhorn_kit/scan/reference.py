@@ -26,8 +26,10 @@ def skip_and_gate(
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-010
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     "Return the dtype of the state and of all arithmetic: float64 if any input has it, else float32."
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if double else torch.float32
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 def widened(*tensors: Tensor | None) -> list:
     "Return all tensors in their `compute_dtype`; None stays None."

@@ -93,9 +93,8 @@ def causal_conv1d(
         return (y, final) if output_final_state else y
     one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
     y, final = run_sequences(one, (x,), lengths, initial_state, True)
-    final = final.to(x.dtype)
     y = (y, y) if twice else y
-    return (y, final) if output_final_state else y
+    return (y, final.to(x.dtype)) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 @documented

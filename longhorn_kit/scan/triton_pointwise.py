@@ -194,7 +194,9 @@ def add_norm(h, y, weight, eps, dtype):
     "Return the stream `h + y` and its norm in `dtype`, (..,D) each."
     if torch.compiler.is_compiling():
         return torch.ops.longhorn_kit.add_norm.default(h, y, weight, eps, dtype)[:2]
-    return _differentiable(*resolved(h, y, weight), eps, dtype)[:2]
+    if h.is_neg() or y.is_neg() or weight.is_neg():
+        h, y, weight = resolved(h, y, weight)
+    return _differentiable(h, y, weight, eps, dtype)[:2]
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-024
 @triton.jit
@@ -302,4 +304,6 @@ def to_length(k, s):
     "Return keys (..,N) at the length s (1,), contiguous."
     if torch.compiler.is_compiling():
         return torch.ops.longhorn_kit.to_length.default(k, s)
-    return _keys_in_eager(*resolved(k, s))
+    if k.is_neg() or s.is_neg():
+        k, s = resolved(k, s)
+    return _keys_in_eager(k, s)
