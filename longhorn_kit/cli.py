@@ -7,7 +7,7 @@ __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
            'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision', 'accuracies',
-           'EvalVision', 'parse', 'fail', 'several_processes', 'agreed', 'main']
+           'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -23,7 +23,7 @@ from .lab.claims import (
 from .lab.ledger import (
     cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes, reason)
 from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
-from .records import plural, to_plain
+from .records import in_one_line, plural, readable, to_plain, warn
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
@@ -35,9 +35,9 @@ class Misread(UsageError):
 # %% ../nbs/machine/cli.ipynb #cli-007
 def one_line(error: BaseException) -> str:
     "Return an error as one line that starts with the part a user can act on."
-    text = " ".join(str(error).split())
+    text = in_one_line(" ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.strerror.lower()}: {error.filename}"
+        return in_one_line(f"{error.strerror.lower()}: {error.filename}")
     if tried := re.search(r"[Tt]ried to allocate (\d[\d.]* \w+)", text): # on the CPU, on a GPU
         return f"not enough memory: PyTorch tried to allocate {tried[1]}; lower the sizes of model or batch"
     if isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and text:
@@ -109,14 +109,14 @@ class Claims:
         for name in self.claims:
             known("claim", name, [claim.name for claim in all_claims()])
         if self.out != "runs" and not Path(self.out).is_dir():
-            print(f"longhorn: warning: there is no folder {self.out}; only recorded runs are shown", file=sys.stderr)
+            warn(f"there is no folder {self.out}; only recorded runs are shown")
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
         for folder, record in trials(Path(self.out)):
             if not self.claims or record["experiment"] in self.claims:
-                print(f"\ntrial, not counted above: {folder}\n  {trial_settings(record)}")
+                print(f"\ntrial, not counted above: {in_one_line(folder)}\n  {in_one_line(trial_settings(record))}")
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
@@ -366,6 +366,7 @@ class Prepare:
     workers: NoDefault[int] = None   # processes; by default one per core
     limit: NoDefault[int] = None     # use only this many documents
     tokens: NoDefault[int] = None    # stop after the document that reaches this many training tokens
+    verify: bool = False             # compare all tokens with their SHA-256, not only samples
 
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 
@@ -376,6 +377,7 @@ class Prepare:
             about = corpus.index[part]
             print(f"{name}: {plural(about['tokens'], 'token')} of "
                   f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}")
+        print(f"tokenizer: {corpus.tokenizer.name}; {corpus.checked}")
         print(f"prepared: {corpus.folder}")
 
 # %% ../nbs/machine/cli.ipynb #cli-033-3
@@ -390,7 +392,7 @@ class HoldOut:
     def __call__(self):
         from longhorn_kit.lab.data import hold_out_long
         for name, (documents, size) in hold_out_long(**vars(self)).items():
-            print(f"{name}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
+            print(f"{in_one_line(name)}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
         print(f"written: {self.out}")
 
 # %% ../nbs/machine/cli.ipynb #cli-035
@@ -538,11 +540,17 @@ def parse(argv: list[str]) -> Any:
         raise Misread(text) from None
 
 # %% ../nbs/machine/cli.ipynb #cli-051
+def open_closed_streams() -> None:
+    "Replace a standard stream that is closed by one that goes nowhere."
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
 def fail(message: str, code: int) -> int:
     "Print the one line of a failure and return its exit code."
     with contextlib.suppress(OSError, ValueError): # flush earlier output first
         sys.stdout.flush()
-    print(f"longhorn: error: {message}", file=sys.stderr, flush=True)
+    print(f"longhorn: error: {in_one_line(message)}", file=sys.stderr, flush=True)
     return code
 
 # %% ../nbs/machine/cli.ipynb #cli-053
@@ -564,6 +572,7 @@ def main(
 ) -> int:                          # exit code
     "Run a command and return 0 (done), 1 (failed), 2 (a mistake in the command line) or 130 (interrupted)."
     argv = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     os.environ.setdefault("MPLBACKEND", "Agg") # figures go to files
     os.environ.setdefault("OMP_WAIT_POLICY", "passive") # waiting threads must not spin on a busy machine
     if hasattr(sys.stdout, "reconfigure"): # characters that the terminal lacks become ?
@@ -587,7 +596,7 @@ def main(
     except Misread as error:
         if several_processes():
             return fail(str(error), 2)
-        sys.stderr.write(error.box)
+        sys.stderr.write(readable(error.box))
         return 2
     except Exception as error:
         if os.environ.get("LONGHORN_DEBUG") == "1":

@@ -488,6 +488,12 @@ def test_closed_pipe_is_silent():
     assert child.stderr.read() == "" and child.wait(60) in (0, 1)
 
 
+@pytest.mark.parametrize("closed, words, code", [(">&-", "claims recall", 0), (">&-", "claims recal", 2), ("2>&-", "claims recal", 2), (">&- 2>&-", "claims", 0)])
+def test_a_closed_output_is_no_failure(closed, words, code):
+    done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m longhorn_kit.cli {words} {closed}"], capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""
+
+
 def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_with_code_2():
     out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(timeout=60)
     assert child.returncode == 0 and err == "" and " ? " in out and "Run one: longhorn reproduce" in out

@@ -1,4 +1,4 @@
-import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, signal, sys, time
+import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, pickle, signal, sys, time
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -396,22 +396,37 @@ def test_a_damaged_file_is_found(tmp_path, name, damage, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_is_hashed_once_and_again_when_its_date_changes_or_the_note_is_gone(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.txt")
-    path = prepare(source, cache=tmp_path / "cache").folder / "train.bin"
+def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_sampled(tmp_path, monkeypatch, capsys):
+    source = write(tmp_path / "a.txt", 2000)
+    cache = {"cache": tmp_path / "cache"}
+    assert prepare(source, **cache).checked == corpus.IN_FULL # just made
+    path = prepare(source, **cache).folder / "train.bin"
     content, date = path.read_bytes(), path.stat().st_mtime_ns
-    path.write_bytes(content[:100] + b"?" + content[101:])
-    os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus.hashlib, "file_digest", None)
-        prepare(source, cache=tmp_path / "cache")
+    hashed, real = [], corpus.stretch_sha256
+    monkeypatch.setattr(corpus, "stretch_sha256", lambda *stretch: hashed.append(stretch) or real(*stretch))
+    def damaged(at):
+        path.write_bytes(content[:at] + b"?" + content[at + 1:])
+        os.utime(path, ns=(date, date)) # as on a failing disk: date and size are unchanged
+    between = 1024 + (len(content) - 1024) // 63 // 2 # between the first two samples
+    assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
+    damaged(between)
+    assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
+    with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
+        prepare(source, **cache, verify=True)
+    assert cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1 and "damaged" in capsys.readouterr().err
+    damaged(100)
+    with pytest.raises(ValueError, match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}"):
+        prepare(source, **cache)
     for again in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
         again()
-        with pytest.raises(ValueError, match="is damaged"):
-            prepare(source, cache=tmp_path / "cache")
+        with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
+            prepare(source, **cache)
+    path.write_bytes(content)
+    assert prepare(source, **cache, verify=True).checked == corpus.IN_FULL
+    assert cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0 and f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train.bin": 3}'])
+@pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train": 3}'])
 def test_a_damaged_note_is_made_again_and_a_damaged_index_is_named(tmp_path, note):
     source = write(tmp_path / "text.txt")
     folder = prepare(source, cache=tmp_path / "cache").folder
@@ -482,5 +497,87 @@ def test_a_bad_bin_is_named(tmp_path):
         assert str(path) in str(caught.value)
     assert len(prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache").train) == 3
     path.write_bytes(path.read_bytes() + b"\1")
-    with pytest.raises(ValueError, match=f"{path} has 9 bytes, but a token has 2: it was cut off; copy it again"):
+    with pytest.raises(ValueError, match=f"{path} has 9 bytes, but a token has 2: it was cut off, or holds integers of another width"):
         prepare(str(path), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u4"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
+    for name in ("train.bin", "val.bin")[:2 - alone]:
+        np.arange(1, 101).astype(dtype).tofile(tmp_path / name)
+    with pytest.raises(ValueError, match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; write them as np.uint16"):
+        prepare(str(tmp_path), cache=tmp_path / "cache")
+
+
+def characters(folder, text="to be or not to be, that is the question\n" * 40, **about):
+    "Write a text as nanoGPT's shakespeare_char does, and return its table."
+    table = sorted(set(text))
+    ids = [table.index(letter) for letter in text]
+    write_bin(folder / "train.bin", ids[:-200]), write_bin(folder / "val.bin", ids[-200:])
+    meta = {"vocab_size": len(table), "itos": dict(enumerate(table)), "stoi": {letter: i for i, letter in enumerate(table)}} | about
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return table
+
+
+def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
+    table = characters(tmp_path / "char")
+    for name in ("bytes", f"chars:{tmp_path / 'char'}"):
+        found = prepare(str(tmp_path / "char"), name, cache=tmp_path / "cache")
+        assert found.tokenizer.decode(found.train[:14]) == "to be or not t" and found.tokenizer.vocab_size == len(table) == 15
+        assert found.index["train"]["documents"] == 1 and found.index["val"] == found.index["val"] | {"tokens": 200, "bytes": 200}
+        assert np.array_equal(found.tokenizer.encode("to be"), found.train[:5])
+    assert f"{tmp_path / 'char' / 'train.bin'}: read as ids of the tokenizer chars" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
+        found.tokenizer.encode("toZ")
+    with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot prepare text"):
+        prepare(write(tmp_path / "a.txt"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
+    greek = characters(tmp_path / "greek", "αβγ\n" * 100)
+    found = prepare(str(tmp_path / "greek"), cache=tmp_path / "cache")
+    assert len(greek) == 4 and found.index["val"]["bytes"] == 350 and found.tokenizer.decode([*found.train[:3], 99]) == "αβγ"
+    with pytest.raises(ValueError, match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek"):
+        prepare(str(tmp_path / "greek"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
+    with pytest.raises(ValueError, match="do not have the same meta.pkl beside them"):
+        prepare(str(tmp_path / "greek" / "train.bin"), val=str(tmp_path / "char" / "val.bin"), cache=tmp_path / "cache")
+
+
+class Runs:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize("meta, says", [
+    (pickle.dumps(Runs()), "posix.system; expected strings, numbers, dicts and lists"), (pickle.dumps({"vocab_size": np.int64(3)}), "numpy.*; expected strings"),
+    (b"", "cannot be read"), (b"\x80\x04\x95" + b"\xff" * 20, "cannot be read"), (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),
+    (b"\x80\x04Nr\xff\xff\xff\x7f.", "no vocab_size"), (pickle.dumps([1]), "no vocab_size"), (pickle.dumps({"vocab_size": "x"}), "no vocab_size"),
+    (pickle.dumps({"vocab_size": 50304}), "a vocabulary of 50304; the tokenizer bytes has 256"),
+    (pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}}), "a vocab_size of 3, but 2 characters"),
+    *((pickle.dumps({"vocab_size": 2, "itos": table}), "no table of characters, one for each id from 0 on; prepare the text")
+      for table in ({0: "a", 2: "b"}, {0: "a", 1: "a"}, {0: "a", 1: "bc"}, {0: "a", 1: 2}, {}, "ab", dict.fromkeys(range(70_000), "a")))])
+def test_a_table_that_is_none_is_refused_and_runs_no_code(tmp_path, monkeypatch, meta, says):
+    monkeypatch.chdir(tmp_path)
+    characters(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(meta)
+    with pytest.raises(ValueError, match=f"meta.pkl.* {says}"):
+        prepare(str(tmp_path), cache=tmp_path / "cache")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_size_without_a_table_must_be_the_tokenizers(tmp_path):
+    for itos in (["a", "b"], None):
+        write_bin(tmp_path / "train.bin", [1, 0, 1, 1])
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2 if itos else 256, "itos": itos}))
+        assert prepare(str(tmp_path), cache=tmp_path / "cache").tokenizer.name == ("chars" if itos else "bytes")
+
+
+def test_the_next_start_removes_the_pieces_of_a_killed_one(tmp_path):
+    source = write(tmp_path / "a.txt", 300)
+    def killed(results, _):
+        corpus.write_piece = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        prepare(source, cache=tmp_path / "cache", workers=1)
+    assert in_processes(killed, 0)[1] == [-signal.SIGKILL]
+    left, = (tmp_path / "cache").glob(".*.partial/.piece*")
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, corpus, "write_piece", 0, lambda: patch.setattr(corpus, "seen", left.exists(), raising=False))
+        prepare(source, cache=tmp_path / "cache", workers=1)
+        assert corpus.seen is False

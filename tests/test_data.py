@@ -7,6 +7,8 @@ import pytest
 import torch
 import zstandard
 from hypothesis import given, settings, strategies as st
+from longhorn_kit import cli
+from longhorn_kit.lab import data
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import (
     SEPARATOR, Sampler, embedded_corpus_hash, embedded_documents, file_documents, get_tokenizer, hold_out_long, holds_whole,
@@ -52,6 +54,66 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
     found = list(load_documents(str(tmp_path / "*.txt*")))
     assert [text for _, text in found] == ["one\ntwo β", "three", "four\n"] * 2
     assert found[0][0].startswith("a.txt")  # sorted, so the order does not depend on the file system
+    shouted = tmp_path / f"C.TXT{suffix.upper()}"
+    shouted.write_bytes(compress(text.encode()))
+    assert [text for _, text in load_documents(str(shouted))] == ["one\ntwo β", "three", "four\n"]
+
+
+def test_zst_archives_of_the_longest_window_and_frames_without_text_are_read(tmp_path):
+    long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True) # zstd --long=31
+    pieces = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" # as pzstd writes
+    text = os.urandom(50_000).hex().encode()
+    (tmp_path / "a.txt.zst").write_bytes(skippable + pieces.compress(text) + pieces.flush() + zstandard.compress(b"") + zstandard.compress(b" end"))
+    assert next(load_documents(str(tmp_path / "a.txt.zst")).__iter__())[1] == text.decode() + " end"
+
+
+@pytest.mark.parametrize("name, content", [("a.txt.gz", b"x" * 10**6), ("a.txt", b"line\n" * 10**5), ("a.jsonl", b'{"text": "' + b"x" * 10**6), ("a.txt.zst", b"x" * 10**6)])
+def test_a_document_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr(data, "largest_document", lambda: 10**5)
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(name[-3:] if name.endswith("gz") else name[-4:], bytes)
+    (tmp_path / name).write_bytes(compress(content))
+    with pytest.raises(ValueError, match=f"a (line|document) of .*{name} is longer than .* GB, an eighth of the memory; separate its documents by"):
+        list(load_documents(str(tmp_path / name)))
+
+
+def test_memory_that_runs_out_names_the_file(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("words")
+    def full(*_): raise MemoryError
+    monkeypatch.setattr(data, "normalise", full)
+    with pytest.raises(ValueError, match="a.txt has a document that does not fit into memory; separate its documents"):
+        list(load_documents(str(tmp_path / "a.txt")))
+    assert 0 < data.largest_document() < 2**60
+
+
+@pytest.mark.parametrize("folder", ["text [1]", "text*", "what?"])
+def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
+    for name, text in ((folder, "this one"), ("text 1", "another"), ("text", "another"), ("whats", "another")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+        (tmp_path / name / "train-[1].jsonl").write_text('{"text": "%s"}' % text)
+    for files in ("*.txt", "a.txt", "train-[[]1].jsonl", "train-[1].jsonl"):
+        assert [text for _, text in load_documents(f"{tmp_path / folder}/{files}")] == ["this one"]
+    assert len(list(load_documents(f"{tmp_path}/t*/a.txt"))) >= 2
+    with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
+        load_documents(f"hf:{tmp_path / folder}")
+
+
+def test_a_local_dataset_may_have_any_other_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "rows@v1#x:y"
+    folder.mkdir()
+    write_records(folder / "train-[1].jsonl", text=["one", "two"])
+    assert [text for _, text in load_documents(f"hf:{folder}")] == ["one", "two"]
+
+
+def test_words_of_the_data_are_escaped_in_messages(tmp_path, capsys):
+    (tmp_path / "a\x1b[31m.jsonl").write_text('{"\\u001b]0;title\\u0007": "x"}\n')
+    assert cli.main(["prepare", str(tmp_path / "*.jsonl"), "--cache", str(tmp_path / "cache")]) == 1
+    (tmp_path / "b\x1b[31m.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
+    list(load_documents(str(tmp_path / "b*.jsonl")))
+    message = capsys.readouterr().err
+    assert "\x1b" not in message and "\x07" not in message and message.count("\ufffd") == 4
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "none/*.txt", "."])
@@ -74,9 +136,13 @@ ZIPPED = "cannot be decompressed"
 @pytest.mark.parametrize("name, content, says", [
     *((f"a{end}", content, "is empty") for end in (".txt", ".jsonl") for content in (b"", b"\n \n")),
     ("a.txt", b"abc\0def", "is not text: it contains NUL"), ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
+    *((name, text.encode(encoding), f"is {encoding[:6].upper()}; save it as UTF-8") for name, text in (("a.txt", "words\n" * 9), ("a.jsonl", '{"text": "x"}\n'))
+      for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")),
+    ("a.txt.gz", gzip.compress("日本".encode("utf-16"), mtime=0), "is UTF-16; save it as UTF-8"),
     ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], ZIPPED),
     ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], ZIPPED),
     ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], ZIPPED),
+    ("torn-early.zst", zstandard.compress(os.urandom(10_000))[:3], ZIPPED),
     ("torn-late.zst", zstandard.compress(b"whole frame") + zstandard.compress(b"x" * 10_000)[:-3], ZIPPED),
     *((f"not{end}", b"plain text", ZIPPED) for end in (".xz", ".gz", ".zst")),
     ("a.jsonl", json_lines({"text": "x"}, {"text": 7}), "line 2: column 'text' holds a value of type int, not text"),

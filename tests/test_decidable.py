@@ -1,17 +1,22 @@
 """Every claim can get a verdict: runs as its command would make, with invented results, give "holds" for some and "does not hold" for others."""
+import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 
 from longhorn_kit import cli
-from longhorn_kit.lab import claims, extrapolation, language, published
+from longhorn_kit.lab import claims, extrapolation, language, one_pass, published
 from longhorn_kit.lab.claims import all_claims, find_claim, find_experiment, outcomes
+from longhorn_kit.lab.looks import QUESTIONS
 from longhorn_kit.lab.plan import GROUPS
-from longhorn_kit.records import to_plain
+from longhorn_kit.records import read_record, to_plain
 
+RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
 NO_CODE = {"one-pass-width", "language-size", "language-350m", "sample-efficiency-size", "downstream", "value-projection", "step-size", "heads"}
 
 
@@ -117,6 +122,26 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
     assert (unseen.verdict, unseen.why, early.differences, early.waits) == ("not run", "3 of 4 seeds so far", (), True)
 
 
+def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, tmp_path):
+    short = text_of(7_600_000)
+    short.summary = lambda: {"unit": "bits per byte", "train_tokens": 7_600_000, "domains": {"held out": {}}}
+    monkeypatch.setattr(language, "open_texts", lambda **source: short)
+    (_, scale, config), = commanded("longhorn reproduce language --judged 4")
+    preset = language.PRESETS[scale]
+    assert all(field.metadata.get("place") for field in fields(preset) if getattr(config, field.name) != getattr(preset, field.name))
+    usual = language_metrics({"longhorn_exact": 2.5, "longhorn": 2.6, "mamba": 2.4, "attention": 3.6})
+    def metrics(settings):
+        if settings["mixer"] == "baselines":
+            return {"trigram": 3.0}
+        return usual(settings) if settings["mixer"] in config.models else None
+    record = record_of("language", scale, config, metrics, tmp_path)
+    assert record["results"]["baselines"] == {"trigram": 3.0}
+    assert [j.verdict for _, j in outcomes("language", record)] == ["does not hold", "holds", "not run"], "GLA is not among the laptop's models"
+    assert [j.verdict for _, j in outcomes("exact-language", record)] == ["holds"]
+    unjudged = record_of("language", scale, preset, metrics, tmp_path)
+    assert {j.why for _, j in outcomes("language", unjudged)} == {"one learning rate was tried (0.003)"}, "as in the recorded run"
+
+
 def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
@@ -129,6 +154,23 @@ def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_
     rows = {c.label.split(" below ")[1].split(",")[0]: j for c, j in outcomes("language", record_of("language", "gpu", config, metrics, tmp_path))}
     assert {name: j.verdict for name, j in rows.items()} == {"Mamba": "holds", "attention": "holds", "GLA": "cannot be judged"}
     assert rows["GLA"].why == "GLA: 1 of 4 runs exploded"
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE, "repetition"])
+def test_the_expected_minutes_follow_from_recorded_seconds(name):
+    claim = find_claim(name)
+    known = read_record(RECORDS / "language/gpu_160m.json")["results"]
+    wall = {}
+    for run in known["runs"]:
+        wall.setdefault(run["mixer"], []).append(run["wall_seconds"] / run["tokens"])
+    speeds = {row["mixer"]: row["tokens_per_second"] for row in read_record(RECORDS / "language/throughput.json")["rows"]
+              if row["context"] == 1024 and row["compile"]}
+    for scale, command in claim.commands.items():
+        (_, _, config), = commanded(command)
+        gpus = {"gpu": 1, "paper": 4}[scale]
+        tokens = config.tokens if scale == "paper" else config.passes * known["train_tokens"]
+        seconds = tokens * sum(1 / speeds[mixer] if scale == "paper" else mean(wall[mixer]) for mixer in config.models)
+        assert claim.minutes[scale] == pytest.approx(config.judged * seconds / gpus / 60, rel=0.02, abs=0.6)
 
 
 def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
@@ -212,7 +254,44 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(name, sign, wor
     assert rows and {(j.n, j.verdict) for _, j in rows} == {(4, word)}
 
 
-def one_pass_record(losses):
+RANKS = {"longhorn_exact": 0, "longhorn": 1, "longhorn_scalar": 2, "longhorn_decoupled": 2, "mamba": 3} # all others: 4
+SECOND_PLAN = ("one-pass", "equal-state", "equal-state-mlp", "approximation", "key-norm", "key-norm-others", "control", "scalar-rate",
+               "sample-efficiency", "extrapolation-once", "other-layers-once", "mamba2")
+
+
+def one_pass_metrics(sign): # 1: for the claims
+    "Losses with the order of the claims, or the opposite one, and a best learning rate of 5e-3."
+    def metrics(settings):
+        model = settings["model"]
+        options = model["mixer_options"]
+        exact = model["mixer"] == "longhorn_exact"
+        lead = 0.02 * bool(options.get("key_norm")) + 0.0004 * options.get("d_state", 16) * exact - 0.05 * RANKS.get(model["mixer"], 4)
+        loss = 1.6 - sign * lead + 0.02 * abs(math.log(settings["lr"] / 5e-3)) + 0.001 * noise(settings["seed"])
+        lengths = {"length": [1024, 16384], "docs": {"documents": 100, "bits_per_byte": [loss, loss - 0.1 * sign]}}
+        return {"settings": settings, "bits_per_byte": loss, "val": {"tokens": [50, 100], "all": [loss + 1, loss]}, "diverged": False,
+                "measured": {"by_length": lengths}, "seconds": 1.0, "made": {}, "train": [], "first_losses": [],
+                "tokens_per_second": 1, "memory": None, "parameters": 1e7, "state_numbers": 1000, "function": "f", "output_error": 0,
+                "gradient_error": 0}
+    return metrics
+
+
+@pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
+@pytest.mark.parametrize("name", SECOND_PLAN)
+def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_path):
+    monkeypatch.setattr(one_pass, "open_texts", lambda **source: text_of(169_500_000))
+    claim = find_claim(name)
+    command = next(iter(claim.commands.values())) if "one-pass" in claim.commands.get("gpu", "") else (
+        f"longhorn reproduce one-pass --scale gpu --groups {' '.join(claims.pools_of(name))} --data FOLDER")
+    (asked, scale, config), = commanded(command)
+    record = record_of(asked, scale, config, one_pass_metrics(sign), tmp_path)
+    rows = outcomes(name, record)
+    assert rows and {(j.verdict, j.look) for _, j in rows} == {(word, 4)}
+    assert len(rows) == len(QUESTIONS[name].contrasts) * len(QUESTIONS[name].families)
+    _, describe = claims.readers(claim)["one-pass"]
+    assert all(f"; {model}: " in describe(record) for model in QUESTIONS[name].models())
+
+
+def first_plan_record(losses):
     "A record of the first one-pass plan with invented losses."
     val = lambda loss: {"tokens": [50, 100], "all": [loss + 1, loss]}
     groups = {name: [dict(name=model.name, lr=5e-3, bracket={"0.0032": 1, "0.005": 0, "0.008": 1}, runs=[
@@ -224,14 +303,13 @@ def one_pass_record(losses):
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
 @pytest.mark.parametrize("name", ["one-pass", "equal-state", "equal-state-mlp", "other-layers-once", "mamba2", "sample-efficiency"])
-def test_one_pass_is_decided_by_its_plan(name, sign, word):
+def test_records_of_the_first_plan_are_still_read(name, sign, word):
     order = ("exact N=64", "exact N=32", "exact N=16", "diagonal", "Mamba N=")
     def loss(model):
         place = next((i for i, start in enumerate(order) if model.startswith(start)), len(order))
         return 1.3 + 0.05 * sign * place
-    rows = outcomes(name, one_pass_record(loss))
+    rows = outcomes(name, first_plan_record(loss))
     assert rows and {j.verdict for _, j in rows} == {word}
-    assert outcomes("scalar-rate", one_pass_record(loss)) == [], "the first plan has no such pair"
 
 
 def judged_tables(monkeypatch, ours, mamba):
@@ -282,7 +360,7 @@ def test_training_speed_follows_the_times(speed, word):
 
 def test_no_claim_is_left_out():
     tested = {*LANGUAGE, "repetition", "vision", "mqar", "exact-mqar", "larger-state", "recall", "recall-rewritten", "extrapolation",
-              "extrapolation-delta", "passkeys", "one-pass", "equal-state", "equal-state-mlp", "other-layers-once", "mamba2", "sample-efficiency",
+              "extrapolation-delta", "passkeys", *SECOND_PLAN,
               "recall-intensive", "read-twice", "equal-sizes", "fewer-parameters", "training-speed", *TIMED}
     tested |= {claim.name for claim in all_claims() if claim.name.startswith("elsewhere-")}
     derived = {claim.name for claim in all_claims() if claim.basis == "derived"} # the theory pages test the derivation

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import test_cli
-from longhorn_kit import cli
+from longhorn_kit import cli, records
 from longhorn_kit.lab import evaluation, published
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.records import write_json
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
@@ -228,6 +230,74 @@ def test_a_flipped_bit_a_lost_weight_and_an_export_moved_aside_are_found(checkpo
             evaluation.load_pair(tmp_path / name)
     shutil.copytree(checkpoint.parent / "export", tmp_path / ".hf.old") # a killed writer had moved it aside
     assert evaluation.is_export(tmp_path / "hf") and evaluation.load_pair(tmp_path / "hf")
+
+
+def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
+    from longhorn_kit.models.transformers import LonghornForCausalLM
+    for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact")): # equal shapes: a mixture would not be noticed
+        save(tmp_path / f"m{name}", mixer)
+        model = SequenceLM.from_pretrained(tmp_path / f"m{name}")
+        model.embedding.weight.data.add_(name == "b")
+        model.save_pretrained(tmp_path / f"m{name}")
+        evaluation.export_checkpoint(tmp_path / f"m{name}", tmp_path / name)
+    weights = {mixer: evaluation.load_pair(tmp_path / name)[0].model.embedding.weight.clone() for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact"))}
+    real, seen = LonghornForCausalLM.__init__, []
+    def built(self, config): # while the model is built, after its config was read and before its weights are
+        real(self, config)
+        seen.append(config.mixer)
+        if how == "exchanged":
+            records.exchange(tmp_path / "a", tmp_path / "b")
+        elif len(seen) == 1:
+            evaluation.export_checkpoint(tmp_path / "mb", tmp_path / "a")
+    monkeypatch.setattr(LonghornForCausalLM, "__init__", built)
+    for how in ("exchanged", "exported again"):
+        seen.clear()
+        model, words = evaluation.load_pair(tmp_path / "a")
+        assert torch.equal(model.model.embedding.weight, weights[model.config.mixer]), how
+        assert model.config._name_or_path == str(tmp_path / "a")
+
+
+def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
+    (tmp_path / "m").mkdir()
+    def replaced(path):
+        write_json(tmp_path / "m" / "config.json", 1)
+        raise ValueError(f"{path}/config.json is torn")
+    with pytest.raises(OSError, match=f"{tmp_path / 'm'} was replaced 3 times while it was read"):
+        records.read_whole(tmp_path / "m", ("*.json",), replaced, attempts=3)
+    def torn(path):
+        raise ValueError(f"{path}/config.json is torn")
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'm'}/config.json is torn$"):
+        records.read_whole(tmp_path / "m", ("*.json",), torn)
+    with pytest.raises(FileNotFoundError):
+        records.read_whole(tmp_path / "none", ("*.json",), lambda path: (path / "x").read_text())
+
+
+@pytest.mark.parametrize("folder", ["kit", "bare"])
+def test_a_billion_blocks_are_refused_before_they_are_built(checkpoint, tmp_path, folder):
+    path = shutil.copytree(checkpoint.parent / folder, tmp_path / "m") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 10**9}))
+    with pytest.raises(ValueError, match="config.json asks for 1000000000 blocks, and there are .* tensors; restore it"):
+        evaluation.load_pair(tmp_path / "m")
+
+
+def test_weights_of_the_kit_that_were_damaged_are_not_exported(checkpoint, tmp_path):
+    weights = shutil.copytree(checkpoint, tmp_path / "m") / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[10 + int.from_bytes(data[:8], "little")] ^= 0x40
+    weights.write_bytes(data)
+    for use in (evaluation.load_own, evaluation.load_pair, lambda folder: evaluation.export_checkpoint(folder, tmp_path / "out")):
+        with pytest.raises(ValueError, match="model.safetensors is damaged: its contents do not match their SHA-256.*restore it"):
+            use(tmp_path / "m")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [Exception("No space left on device (os error 28)"), SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_is_named_whatever_a_library_raises(checkpoint, tmp_path, monkeypatch, error):
+    def full(*_): raise error
+    monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
+    with pytest.raises(OSError, match=f"^cannot write {tmp_path / 'out'}: No space left on device; what was there before is unchanged$"):
+        evaluation.export_checkpoint(checkpoint, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
-import json, lzma, math, os, re, signal
+import json, lzma, math, os, re, shutil, signal, sys
 from collections import Counter
 from itertools import product
 from unittest.mock import Mock
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 from mixers import every_mixer
+from test_corpus import characters
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
@@ -193,6 +194,42 @@ def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     language_training.save_lm(new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
     assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
+
+
+def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
+    characters(tmp_path / "char")
+    train = ["train-lm", "--preset", "laptop", "--d-model", "16", "--n-layer", "1", "--steps", "2", "--context", "16", "--cpu", "--out", str(tmp_path / "run")]
+    assert cli.main([*train, "--data", str(tmp_path / "char")]) == 0
+    out, err = capsys.readouterr()
+    assert "text: 1,440 tokens of chars to train on, checked in full" in out and "--prompt ' or '" in out
+    assert "train.bin: read as ids of the tokenizer chars" in err
+    shutil.rmtree(tmp_path / "char") # the model has its own
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]) == 0
+    written = capsys.readouterr().out.rstrip("\n")
+    assert written.startswith("to be") and set(written) <= set("to be or not to be, that is the question\n")
+    for argv, says in ((["generate", str(tmp_path / "run"), "--prompt", "The"], "the character 'T' is not in the tokenizer's table of 15"),
+                       (["export", str(tmp_path / "run"), str(tmp_path / "out")], "chars is not exported: a tokenizer of transformers needs an end mark")):
+        assert cli.main(argv) == 1 and says in capsys.readouterr().err
+    path = tmp_path / "run" / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be"]) == 1
+    assert re.search("tokenizer.json is damaged; restore it or save the model again", capsys.readouterr().err)
+
+
+def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
+    data, out, export = tmp_path / "users" / "alice" / "private text.txt", tmp_path / "users" / "alice" / "run", tmp_path / "e"
+    data.parent.mkdir(parents=True)
+    data.write_text("words of a text\n" * 100)
+    monkeypatch.chdir(tmp_path.parent.parent) # the working folder is above, as / may be
+    monkeypatch.setattr(os, "getcwd", lambda: "/nowhere/else")
+    words = ["train-lm", "--preset", "laptop", "--d-model", "16", "--n-layer", "1", "--steps", "2", "--context", "16", "--cpu", "--data", str(data), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["longhorn", *words])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None) # not `python -m pytest`
+    assert cli.main(words) == cli.main(["export", str(out), str(export)]) == cli.main(["export", str(export), str(tmp_path / "again")]) == 0
+    files = [path for folder in (out, export, tmp_path / "again") for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if b"alice" in path.read_bytes()]
+    command = read_record(out / "config.json")["attempts"][0]["command"]
+    assert command.endswith("--data '.../private text.txt' --out .../run") and f"`{command}`" in (export / "README.md").read_text()
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
-from longhorn_kit.lab.compare import judge_contrasts, looks_of
+from longhorn_kit.lab.compare import contrast_rows, looks_of
 from longhorn_kit.lab.front import Finding, Shown, favours, front, leader
 from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_html, ledger_json, ledger_markdown, ledger_summary, ledger_text, reason, section
 from longhorn_kit.lab.plan import models_of
@@ -252,7 +252,7 @@ def looked(exact, mamba, kind="better", published=None):
     outcomes = {"exact": exact, "Mamba": mamba}
     contrast = Contrast("exact | Mamba", (("exact", -1), ("Mamba", 1)), kind, published=published)
     looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, len(exact)))
-    (pair,) = judge_contrasts([contrast], looks, dict.fromkeys(outcomes, "all"), missing)
+    (pair,) = contrast_rows([contrast], looks, dict.fromkeys(outcomes, "all"), missing)
     return Row(fakes.claim(), *pair)
 
 

@@ -388,6 +388,45 @@ def test_a_damaged_model_names_the_file(tmp_path, how):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
+    make().to(dtype).save_pretrained(tmp_path)
+    path, chance = tmp_path / WEIGHTS, random.Random(0)
+    held = path.read_bytes()
+    header = 8 + int.from_bytes(held[:8], "little")
+    for at in [*range(0, header, 7), *(chance.randrange(header, len(held)) for _ in range(80)), len(held) - 1]:
+        path.write_bytes(held[:at] + bytes([held[at] ^ 1 << chance.randrange(8)]) + held[at + 1:])
+        with pytest.raises(ValueError, match=WEIGHTS):
+            SequenceLM.from_pretrained(tmp_path)
+    path.write_bytes(held)
+    assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is dtype
+
+
+def test_models_of_earlier_versions_without_a_digest_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+    model = make()
+    model.save_pretrained(tmp_path)
+    state, config = load_file(tmp_path / WEIGHTS), json.dumps(model.config.to_dict(), indent=1)
+    for about in (None, {"format": "pt"}, {"format": "pt", "config": config}):
+        save_file(state, tmp_path / WEIGHTS, about)
+        assert torch.equal(SequenceLM.from_pretrained(tmp_path).embedding.weight, model.embedding.weight)
+
+
+def test_a_config_of_a_billion_blocks_is_refused_before_they_are_built(tmp_path):
+    from safetensors.torch import load_file, save_file
+    make().save_pretrained(tmp_path)
+    save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS)
+    settings = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(settings | {"n_layer": 10**9}))
+    with pytest.raises(ValueError, match="tensors, too few for the 1000000000 blocks of .*config.json"):
+        SequenceLM.from_pretrained(tmp_path)
+
+
+def test_a_model_card_cannot_be_broken_by_words_of_a_record():
+    card = files.model_card(LMConfig(), {"Data": "a | b\n# c <script>\x1b[31m", "Command": files.as_code("longhorn --data 'a`b|c'")})
+    assert "| Data | a \\| b # c &lt;script>\ufffd[31m |" in card and "| Command | `` longhorn --data 'a`b\\|c' `` |" in card
+
+
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS, "nowhere"])
 def test_a_missing_file_is_named(tmp_path, missing):
     make().save_pretrained(tmp_path)

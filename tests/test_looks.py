@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from longhorn_kit.lab.looks import (
     ALL_MODELS, EXTRA, LAPTOP_QUESTIONS, LOOKS, POOLS, QUESTIONS, Looks, Search, all_looks, at_end, below, common_place,
-    fit_growth, fit_tokens, judge_claim, judged_of, questions_of, rate_at, stage_of, walk)
+    fit_growth, fit_tokens, rows_of_claim, runs_of, questions_of, rate_at, stage_of, walk)
 from longhorn_kit.lab.plan import RATES
 from longhorn_kit.lab.stats import PLAN_SD
 
@@ -165,7 +165,7 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
 
 def test_at_one_rate_a_model_whose_best_rate_is_the_common_one_is_not_run_again():
     same, other = model("a", 1.3, common=3), model("b", 1.3, common=4)
-    assert judged_of(same, "one rate") is same["runs"] and judged_of(other, "one rate") is other["one_rate"]
+    assert runs_of(same, "one rate") is same["runs"] and runs_of(other, "one rate") is other["one_rate"]
     exploded = model("c", 1.3, common=4)
     exploded["one_rate"][1]["bits_per_byte"] = 1.9
     pools = {"paper": [same | {"name": "exact N=16"}, other | {"name": "diagonal N=16"},
@@ -188,15 +188,15 @@ def record(pools):
 
 
 def test_rows_of_a_claim_name_their_family_and_what_is_missing():
-    rows = judge_claim(record(paper((1.300, 1.320, 1.340, 1.300))), "one-pass")
+    rows = rows_of_claim(record(paper((1.300, 1.320, 1.340, 1.300))), "one-pass")
     assert len(rows) == 6 and all(judgement.verdict == "holds" for _, judgement in rows)
     assert [comparison.label.endswith("one learning rate for all") for comparison, _ in rows] == [False] * 3 + [True] * 3
     assert rows[0][0].published == pytest.approx(0.0044)
     early = paper((1.300, 1.320, 1.340, 1.300), seeds=2)
-    comparison, judgement = judge_claim(record(early), "one-pass")[0]
+    comparison, judgement = rows_of_claim(record(early), "one-pass")[0]
     assert (judgement.verdict, judgement.why) == ("not run", "2 of 4 seeds so far") and comparison.waits
-    assert judge_claim(record(early), "one-pass")[3][1].why == "its runs follow when earlier ones have ended"
-    assert judge_claim(record(early), "equal-state") == [], "its groups are not in the record"
+    assert rows_of_claim(record(early), "one-pass")[3][1].why == "its runs follow when earlier ones have ended"
+    assert rows_of_claim(record(early), "equal-state") == [], "its groups are not in the record"
 
 
 def test_growth_with_the_context_is_read_from_the_judged_runs():
@@ -207,7 +207,7 @@ def test_growth_with_the_context_is_read_from_the_judged_runs():
             none = {"documents": 0, "bits_per_byte": [None] * 3}
             run["measured"] = {"by_length": {"length": [8, 64, 128], "docs": docs, "prose": none}}
     assert fit_growth(pools["paper"][0], 4).value == pytest.approx(0.00115 - math.log2(1.01))
-    rows = judge_claim(record(pools), "extrapolation-once")
+    rows = rows_of_claim(record(pools), "extrapolation-once")
     assert [judgement.verdict for _, judgement in rows] == ["does not hold", "holds"]
     pools["paper"][0]["runs"][2]["measured"]["by_length"]["docs"]["documents"] = 0
     assert fit_growth(pools["paper"][0], 4).why == "no document reaches 16 times the context"
@@ -233,7 +233,7 @@ def test_saved_tokens_of_straight_curves():
 
 def test_the_plan_is_complete():
     assert set().union(*(question.models() for question in QUESTIONS.values())) == ALL_MODELS.keys()
-    seeds = [seed for planned in ALL_MODELS.values() for seed in (*planned.search_seeds(), *planned.judged_seeds(16))]
+    seeds = [seed for planned in ALL_MODELS.values() for seed in (*planned.search_seeds(), *planned.seeds_to_judge(16))]
     assert len(set(seeds)) == len(seeds) and min(seeds) > 1000
     assert at_end(-2, 7) and at_end(8, 7) and not at_end(7, 7) and LOOKS == (4, 8, 16)
     assert LAPTOP_QUESTIONS.keys() == questions_of(("laptop",)).keys()

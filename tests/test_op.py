@@ -206,6 +206,22 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
 
 
 @pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
+    "Kernels, also those in C++, read the memory, which holds the other sign."
+    results = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        t = make() | dict(initial_state=torch.randn(B, D, N))
+        t = {n: (torch._neg_view(-v) if changed else v).requires_grad_() for n, v in t.items()}
+        out, state = run(form, {n: v for n, v in t.items() if n != "initial_state"}, initial_state=t["initial_state"],
+                         output_final_state=True, backend=backend)
+        grads = torch.autograd.grad((out, state), list(t.values()), [torch._neg_view(-o.detach().cos()) for o in (out, state)])
+        results.append((out, state, *grads))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("form", RUNS)
 def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
     t = make()
     first, copies = torch.randn(B, D, N), {n: v.clone() for n, v in t.items()}

@@ -1,4 +1,4 @@
-import copy, errno, io, json, math, os, pickle, platform, resource, subprocess, sys
+import copy, errno, io, json, math, os, pickle, platform, re, resource, subprocess, sys
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
@@ -74,6 +74,15 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
     assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == ["run"]
 
 
+def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
+    with pytest.raises(OSError, match="cannot write .*step/metrics.jsonl: File too large; what") as caught, files_end_at(100):
+        with atomic_folder(tmp_path / "step") as new:
+            write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
+    assert "partial" not in str(caught.value) and os.listdir(tmp_path) == []
+    problem = records.cannot_write("out", RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert str(problem) == "cannot write out: No space left on device; what was there before is unchanged" and problem.errno == 28
+
+
 def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
     with pytest.raises(OSError, match="^the network is down$"):
         with atomic_folder(tmp_path / "run"):
@@ -122,6 +131,9 @@ def test_torn_last_line_is_dropped_and_a_torn_middle_is_an_error(tmp_path):
     path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_jsonl(path)
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="line 1, is not JSON: .*recursion"):
+        read_jsonl(path)
     assert read_jsonl(tmp_path / "none.jsonl") == []
 
 
@@ -148,11 +160,31 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
 def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for name in (f".a.json.{records.HERE}-{gone.pid}.partial", f".a.json.{records.HERE}-{os.getppid()}.partial",
-                 f".a.json.ffffff-{gone.pid}.partial", f".b.json.{records.HERE}-{gone.pid}.partial"):
+    dead = {f".a.json.{records.HERE}-{gone.pid}.partial", f".a.json.{records.HERE}-{os.getpid()}.partial"} # ours: of an earlier container
+    kept = {f".a.json.{records.HERE}-{os.getppid()}.partial", f".a.json.ffffff-{gone.pid}.partial", f".b.json.{records.HERE}-{gone.pid}.partial"}
+    for name in dead | kept:
         (tmp_path / name).mkdir()
     write_json(tmp_path / "a.json", 1)
-    assert len(os.listdir(tmp_path)) == 4 and not (tmp_path / f".a.json.{records.HERE}-{gone.pid}.partial").exists()
+    assert set(os.listdir(tmp_path)) == kept | {"a.json"}
+
+
+def test_a_folder_is_removed_in_one_step(tmp_path, monkeypatch):
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "checkpoint.json").write_text("{}")
+    monkeypatch.setattr(records.shutil, "rmtree", lambda path, **_: os.kill(0, 0)) # as if killed here
+    records.discard(tmp_path / "step")
+    assert [path.name for path in tmp_path.iterdir()] == [records.beside(tmp_path / "step").name]
+    monkeypatch.undo()
+    write_json(tmp_path / "step", 1) # the next writer
+    assert os.listdir(tmp_path) == ["step"]
+
+
+def test_a_library_that_writes_beside_its_target_leaves_nothing_outside(tmp_path):
+    with records.atomic_path(tmp_path / "model.safetensors", inside=True) as path:
+        (path.parent / ".tmpAbCdEf").write_text("of the library")
+        path.write_text("weights")
+        assert len(os.listdir(tmp_path)) == 1
+    assert os.listdir(tmp_path) == ["model.safetensors"] and (tmp_path / "model.safetensors").read_text() == "weights"
 
 
 @pytest.mark.parametrize("damage", [
@@ -239,11 +271,28 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     home, here = str(tmp_path / "home" / "ada"), os.getcwd()
     assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
     assert without_machine_paths(f"{home}lovelace {here}er /x{here}") == f"{home}lovelace {here}er /x{here}"
-    assert to_plain(to_plain([FullPath(f"{here}/x"), FullPath(f"{home}/x")])) == [f"{here}/x", "~/x"] # for a run that resumes elsewhere
+    again = lambda path: to_plain(to_plain(FullPath(path))) # of a run that resumes elsewhere
+    assert again(f"{home}/x") == "~/x" and re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x")) and again("/a/b/x") != again("/a/c/x")
     seen = json.dumps(environment())
     assert home not in seen and here not in seen
     node = platform.node()
     assert len(node) < 4 or node not in seen
+
+
+@pytest.mark.parametrize("text, short", [
+    ("/data/users/ada/private.txt", ".../private.txt"), ("--data=/data/users/ada/x", "--data=.../x"), ("hf:/data/users/ada/x", "hf:.../x"),
+    ("gpt2:/data/ada/gpt2/", "gpt2:.../gpt2"), ("file:///data/ada/x", "file://.../x"), ("cannot read /data/ada/x.txt: bad", "cannot read .../x.txt: bad"),
+    ("'/data/ada/x'", "'.../x'"), (r"C:\Users\ada\x.txt", ".../x.txt"), ("/data/ä/ß/名.txt", ".../名.txt"), ("x/\udcff/y", "x/\ufffd/y"),
+    *((same, same) for same in ("https://a/b/c", "and/or", "50/50", "~/x/y", "./x/y", "/", "/data", "<b>x</b>", "3 tokens/s", ".../x"))])
+def test_of_other_absolute_paths_a_record_keeps_the_last_part(text, short):
+    assert to_plain(to_plain({"a": [text]})) == {"a": [short]}
+
+
+def test_a_path_with_spaces_is_cut_whole(tmp_path):
+    (tmp_path / "ada lovelace" / "my run").mkdir(parents=True)
+    for end in ("my run", "*.txt"):
+        assert to_plain(f"hf:{tmp_path}/ada lovelace/{end}") == f"hf:.../{end}"
+        assert "ada" not in to_plain(f"cannot read {tmp_path}/ada lovelace/{end}")
 
 
 def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
@@ -267,9 +316,15 @@ def test_commit_says_when_files_differ(tmp_path):
 
 @pytest.mark.parametrize("how, printed", [
     (["script.py", "--out", "a b"], "python script.py --out 'a b'"), (["-m", "script", "x"], "python -m script x"),
-    (["-c", "import script", "x"], "python -c 'import script' x")])
+    (["-c", "import script", "x"], "python -c 'import script' x"),
+    (["script.py", "--data", "/data/ada/b c.txt", os.path.expanduser("~/a b"), "a|b"], "python script.py --data '.../b c.txt' ~/'a b' 'a|b'")])
 def test_a_recorded_command_can_be_run_again(tmp_path, how, printed):
     (tmp_path / "script.py").write_text("from longhorn_kit.records import command_line\nprint(command_line())\n")
     path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
     done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.stdout.strip() == printed, done.stderr
+
+
+def test_words_of_foreign_data_cannot_control_the_terminal(capsys):
+    records.warn("column \x1b]0;title\x07\nand\u202e \udcff of a\tfile\u2028x")
+    assert capsys.readouterr().err == "longhorn: warning: column \ufffd]0;title\ufffd and\ufffd \ufffd of a file\ufffdx\n"

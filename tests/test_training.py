@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from longhorn_kit import records
 from longhorn_kit.lab import training
-from longhorn_kit.lab.checkpoint import checkpoints
+from longhorn_kit.lab.checkpoint import checkpoints, tidy
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged
 from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups
@@ -53,7 +54,7 @@ def curve(lines):
 
 
 def failing(error):
-    def what():
+    def what(*_, **options):
         raise error
     return what
 
@@ -225,7 +226,7 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
     with monkeypatch.context() as patch, pytest.raises(OSError, match=message) as caught:
         patch.setattr(os, name, full)
         run(tmp_path, config=config)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "partial" not in str(caught.value) # the final name
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
     result = run(tmp_path, seed=8, config=config)
     assert result["resumed_from"] == 20 and curve(result["history"]) == whole
@@ -547,7 +548,22 @@ def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
     record = read_json(tmp_path / "run" / "config.json")
     assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
-    assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path for path in files if os.fsencode(tmp_path) in path.read_bytes()]
+
+
+def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        path = tmp_path / "checkpoints" / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        (path / "checkpoint.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(records.shutil, "rmtree", failing(KeyboardInterrupt())) # killed before the first file is removed
+        with pytest.raises(KeyboardInterrupt):
+            tidy(tmp_path, 1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    tidy(tmp_path, 1)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
 
 
 # ---- on large machines

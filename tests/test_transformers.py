@@ -8,8 +8,13 @@ pytest.importorskip("transformers")
 from mixers import every_mixer
 from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM
-from longhorn_kit.models.transformers import (LonghornConfig, LonghornForCausalLM, from_transformers, spans, to_transformers)
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
+from longhorn_kit.models.transformers import (
+    LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, from_transformers, read_mask,
+    to_transformers)
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache,
+    LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments)
 
 pytestmark = pytest.mark.numeric
 
@@ -62,7 +67,7 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
             torch.testing.assert_close(out.logits[row][mask[row].bool()], hf(prompt).logits[0])
     for layer, single in zip(out.past_key_values.layers if keep else hf(tokens, mask).past_key_values.layers,
                              hf(alone[1]).past_key_values.layers):
-        torch.testing.assert_close(layer.state.S[1:2], single.state.S)
+        torch.testing.assert_close(layer.get().S[1:2], single.get().S)
 
 
 @every_mixer
@@ -82,6 +87,254 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
             assert (careless.logits[0][row] - logits[0]).abs().max() > 1e-3
 
 
+def scattered(rows=5, length=14, seed=0):
+    "A mask with zeros anywhere: also a full row, an empty one, and padding on one side."
+    mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.6
+    mask[0], mask[1], mask[2, :5], mask[3, 9:] = True, False, False, False
+    return mask.long()
+
+
+@every_mixer
+def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
+    "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
+    hf, tokens = to_transformers(make(name)).double(), torch.randint(50, (5, 20))
+    mask, batches = scattered(length=20), []
+    hf.model.blocks[0].mixer.out_proj.register_forward_hook(lambda layer, inputs, out: batches.append(out.shape[:2]))
+    hf.model.blocks[0].mixer.register_forward_pre_hook(lambda layer, inputs: batches.append(inputs[0].shape[:2]))
+    first = hf(tokens[:, :14], attention_mask=mask[:, :14], use_cache=True)
+    then = hf(tokens[:, 14:18], attention_mask=mask[:, :18], past_key_values=first.past_key_values)
+    last = hf(tokens[:, 18:], past_key_values=then.past_key_values) # after padding, a call without any
+    assert batches == [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
+    mask[:, 18:] = 1
+    together = torch.cat([first.logits, then.logits, last.logits], 1)
+    torch.testing.assert_close(hf(tokens, attention_mask=mask).logits[mask.bool()], together[mask.bool()])
+    weight, outputs = torch.randn_like(together) * mask[..., None], []
+    for row in range(5):
+        own, text = tokens[row][mask[row].bool()][None], mask[row].bool()
+        torch.testing.assert_close(together[row][text], hf(own).logits[0])
+        outputs.append((hf(own).logits[0] * weight[row][text]).sum())
+    expected = torch.autograd.grad(sum(outputs), hf.parameters(), allow_unused=True)
+    found = torch.autograd.grad((together * weight).sum(), hf.parameters(), allow_unused=True)
+    torch.testing.assert_close(found, expected)
+    careless = hf(tokens, use_cache=False).logits # the padding matters
+    assert min((careless - together)[row][mask[row].bool()].abs().max() for row in (2, 4)) > 1e-4
+
+
+class Running(Mixer):
+    "A mixer that does not know of padding: sums over all tokens."
+    def __init__(self, d_model):
+        super().__init__(d_model)
+        self.out_proj = torch.nn.Linear(d_model, d_model)
+
+    def empty_cache(self, batch_size, device=None, dtype=None):
+        return self.zeros(device, dtype, batch_size, self.d_model),
+
+    def run(self, x, cache=None, keep_cache=False):
+        y = x.cumsum(1) + (0 if cache is None else cache[0][:, None])
+        return self.out_proj(y), (y[:, -1],) if keep_cache else None
+
+
+@pytest.mark.parametrize("empty", (False, True))
+def test_a_mixer_that_does_not_know_of_padding_gets_texts_moved_together(empty):
+    mixer, x, mask = Running(6), torch.randn(5, 14, 6), scattered().bool()
+    mask = mask & False if empty else mask
+    slot, text = CacheSlot(None), TextMask.read(mask)
+    kept, read = mixer(x, slot=slot, text=text), mixer(x, text=text)
+    assert not mixer.reads_text
+    for row in range(5):
+        y, cache = mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None, slot.after[0][row]
+        torch.testing.assert_close(cache, x[row][mask[row]].sum(0))
+        if y is not None:
+            torch.testing.assert_close(kept[row][mask[row]], y[0])
+            torch.testing.assert_close(read[row][mask[row]], y[0])
+
+
+def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentence():
+    class Growing(Running):
+        def run(self, x, cache=None, keep_cache=False):
+            return x, (x if cache is None else torch.cat([cache[0].reshape(len(x), -1, 6), x], 1),)
+    mixer, mask = Growing(6), scattered().bool()
+    with pytest.raises(ValueError, match="texts that end in different places cannot share this mixer's growing cache"):
+        mixer(torch.randn(5, 14, 6), slot=CacheSlot(None), text=TextMask.read(mask))
+
+
+@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+def test_generation_after_padding_behind_or_inside_prompts(mixer):
+    hf, (tokens, mask, alone) = to_transformers(make(mixer)), padded(3, 8, 5, side="right")
+    gap = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1]] * 3)
+    options = dict(max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    for given, texts in ((mask, alone), (gap, [row[gap[0].bool()][None] for row in tokens])):
+        for keep in (True, False):
+            together = hf.generate(tokens, attention_mask=given, use_cache=keep, **options)
+            for row, text in enumerate(texts):
+                own = hf.generate(text, **options)
+                torch.testing.assert_close(torch.stack(together.logits, 1)[row], torch.stack(own.logits, 1)[0], rtol=1e-4, atol=1e-5)
+    hf.config.pad_token_id = hf.generation_config.pad_token_id = 7 # transformers then infers a mask from a prompt
+    prompt = torch.tensor([[5, 7, 9, 3]])
+    assert torch.equal(hf.generate(prompt, max_new_tokens=5, do_sample=False)[:, 4:],
+                       hf.generate(prompt[:, [0, 2, 3]], max_new_tokens=5, do_sample=False)[:, 3:])
+
+
+def test_padding_shows_the_last_text_token_before_it():
+    hf, tokens = to_transformers(make()), torch.tensor([[1, 2, 3, 4, 5]])
+    mask = torch.tensor([[0, 1, 0, 1, 0]])
+    out, own = hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True), hf(tokens[:, [1, 3]], output_hidden_states=True)
+    for found, expected in zip((out.logits, *out.hidden_states), (own.logits, *own.hidden_states), strict=True):
+        torch.testing.assert_close(found[0, 1:], expected[0, [0, 0, 1, 1]])
+        assert not found[0, 0].any()
+    spread = hf(tokens[:, [1, 3]], inputs_embeds=None, labels=tokens[:, [1, 3]]).loss # label 4 follows token 2 across the gap
+    gap = tokens.masked_fill(mask == 0, -100)
+    torch.testing.assert_close(hf(tokens, attention_mask=mask, labels=gap).loss * 2, spread + math.log(50))
+
+
+def test_values_at_padding_that_are_not_finite_do_not_spread():
+    hf, mask = to_transformers(make()), torch.tensor([[1, 0, 1], [0, 1, 1]])
+    rows = torch.randn(2, 3, 24)
+    expected = hf(inputs_embeds=rows, attention_mask=mask).logits
+    rows[mask == 0] = torch.nan
+    torch.testing.assert_close(hf(inputs_embeds=rows, attention_mask=mask).logits, expected)
+
+
+def collated(texts, **options):
+    "Texts of these lengths as transformers' collator packs them."
+    collate = DataCollatorWithFlattening(return_tensors="pt", **options)
+    return collate([dict(input_ids=text[0].tolist()) for text in texts])
+
+
+@every_mixer
+def test_packed_texts_share_no_state(name):
+    "Every way to mark packed texts, alone or with others, gives each text what it gives alone, also beside padding."
+    hf, (_, _, texts) = to_transformers(make(name)).double(), padded(4, 7, 1, 8)
+    row, bounds = torch.cat(texts, 1), torch.tensor([0, 4, 11, 12, 20])
+    places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
+    alone = torch.cat([hf(text).logits for text in texts], 1)
+    ways = [dict(cu_seqlens=bounds), dict(cu_seq_lens_q=bounds.int(), cu_seq_lens_k=bounds.int(), max_length_q=8, max_length_k=8),
+            dict(seq_idx=number.int()), dict(position_ids=places), dict(position_ids=places + 3, seq_idx=number)]
+    for way in ways:
+        out = hf(row, **way)
+        torch.testing.assert_close(out.logits, alone)
+        assert out.past_key_values is None
+        torch.testing.assert_close(hf.model(row, attention_mask=torch.ones_like(row), output_hidden_states=True, **way).hidden_states[-1],
+                                   out.logits.new_tensor(hf.model(row, **way).last_hidden_state.tolist()))
+    assert (hf(row, position_ids=torch.arange(20)[None]).logits - alone).abs().max() > 1e-4 # one text
+    two, four = row.view(2, 10), alone.view(2, 10, -1) # a row starts a text too: the second one is cut
+    cut = torch.cat([hf(text).logits for text in (texts[1][:, :6], texts[1][:, 6:])], 1)
+    four.view(20, -1)[4:11] = cut
+    torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, four)
+    torch.testing.assert_close(hf(two, position_ids=places.view(2, 10)).logits, four)
+    mask = torch.ones(1, 20, dtype=torch.long) # padding at the start of one text and in two others
+    mask[0, [0, 1, 6, 17, 19]] = 0
+    kept = [text[:, mask[0, a:b].bool()] for text, a, b in zip(texts, bounds, bounds[1:])]
+    packed = torch.cat([hf(text).logits for text in kept], 1)
+    for way in (dict(cu_seqlens=bounds), dict(seq_idx=number)):
+        torch.testing.assert_close(hf(row, attention_mask=mask, **way).logits[mask.bool()], packed[0])
+
+
+def test_collators_that_pack_train_as_padded_rows_do():
+    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    options = [{}, dict(return_seq_idx=True), dict(return_flash_attn_kwargs=True), dict(return_flash_attn_kwargs=True, return_position_ids=False)]
+    expected = sum(hf(text, labels=text).loss * (text.shape[1] - 1) for text in texts) / 16
+    for option in options:
+        torch.testing.assert_close(hf(**collated(texts, **option)).loss, expected)
+    hf.eval() # evaluation keeps no cache of packed rows
+    torch.testing.assert_close(hf(**collated(texts)).loss, expected)
+
+
+def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
+    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    row = {name: value[0] for name, value in collated(texts).items()}
+    assert "position_ids" in row
+    trainer = Trainer(hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row])
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{name: value.tolist() for name, value in row.items()}])
+    assert set(trainer._remove_unused_columns(dataset, "train").column_names) == set(row)
+    losses = [trainer.compute_loss(hf, batch) for batch in trainer.get_train_dataloader()]
+    torch.testing.assert_close(losses, [hf(**collated(texts)).loss])
+    assert abs(losses[0] - hf(row["input_ids"][None], labels=row["labels"][None]).loss) > 1e-5
+
+
+def test_position_ids_beside_padding_pack_nothing():
+    hf, (tokens, mask, _) = to_transformers(make()), padded(3, 8, 5)
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1) # as transformers counts them
+    out = hf(tokens, attention_mask=mask, position_ids=places, use_cache=True)
+    torch.testing.assert_close(out.logits, hf(tokens, attention_mask=mask).logits)
+    more = torch.cat([mask, mask[:, :1] | 1], 1)
+    step = hf(tokens[:, :1], attention_mask=more, position_ids=places[:, -1:] + 1, past_key_values=out.past_key_values)
+    assert step.past_key_values.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("way", ("plain", "beams", "padded", "inputs_embeds"))
+@pytest.mark.parametrize("mixer", ("longhorn", "attention", "mamba2"))
+def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixer, way):
+    hf = to_transformers(make(mixer, dropout=0.2))
+    for parameter in hf.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 4 # so that the tokens vary
+    tokens, mask, _ = padded(4, 7, 5)
+    options = dict(max_new_tokens=6, do_sample=False, num_beams=3 if way == "beams" else 1)
+    inputs = dict(inputs=tokens[1:2]) if way != "padded" else dict(inputs=tokens, attention_mask=mask)
+    if way == "inputs_embeds":
+        inputs = dict(inputs_embeds=hf.model.embedding(inputs["inputs"]).detach())
+    expected = hf.generate(**inputs, **options)
+    hf.gradient_checkpointing_enable()
+    hf.train()
+    assert torch.equal(hf.generate(**inputs, **options), expected)
+    assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7 # also where gradients are wanted
+    assert hf(tokens).past_key_values is None
+
+
+def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(tmp_path):
+    hf, prompt, sampled = to_transformers(make(dropout=0.1)), torch.randint(50, (1, 6)), []
+
+    class Sample(TrainerCallback):
+        def on_step_end(self, arguments, state, control, model, **others):
+            options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            assert model.training and model.is_gradient_checkpointing
+            sampled.append([torch.cat(each.generate(prompt, **options).logits) for each in (model, copy.deepcopy(model).eval())])
+
+    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(8)]
+    arguments = TrainingArguments(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_checkpointing=True,
+                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+    Trainer(hf, arguments, train_dataset=data, callbacks=[Sample()]).train()
+    assert len(sampled) == 2
+    for training, evaluation in sampled:
+        torch.testing.assert_close(training, evaluation)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
+    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 6))
+    loss = lambda: hf(tokens[:, 3:], past_key_values=hf(tokens[:, :3], use_cache=True).past_key_values, labels=tokens[:, 3:]).loss
+    expected = torch.autograd.grad(loss(), hf.parameters())
+    hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    torch.testing.assert_close(torch.autograd.grad(loss(), hf.parameters()), expected)
+
+
+@every_mixer
+def test_the_cache_holds_plain_tuples(name):
+    "The transformers cache stores plain tuples of tensors, and gives the mixer its named one."
+    hf, tokens = to_transformers(make(name)), torch.randint(50, (2, 6))
+    cache = hf(tokens, use_cache=True).past_key_values
+    for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
+        assert type(layer.state) is tuple and all(type(part) is torch.Tensor for part in layer.state)
+        assert type(layer.get()) is type(block.mixer.empty_cache(2))
+
+
+def test_crop_keeps_all_tokens_or_none():
+    hf, tokens = to_transformers(make()), torch.randint(50, (2, 6))
+    expected = hf(tokens).logits
+    for keep in (0, 4): # transformers counts removed tokens; the length itself is its older spelling
+        cache = hf(tokens[:, :4], use_cache=True).past_key_values
+        cache.crop(keep)
+        torch.testing.assert_close(hf(tokens[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+    cache.crop(-6)
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(hf(tokens, past_key_values=cache).logits, expected)
+    for part in (3, -1, 7, -7):
+        with pytest.raises(ValueError, match=rf"crop\({part}\) would leave a part of 6 tokens"):
+            cache.crop(part)
+
+
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
 def test_a_row_without_a_text_disturbs_no_other(mixer):
     hf = to_transformers(make(mixer))
@@ -99,7 +352,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
     again, read = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert read.padding_side == "left" and again.generation_config.eos_token_id == again.config.pad_token_id == words.eos_token_id
+    assert read.padding_side == "left" and again.generation_config.eos_token_id == words.eos_token_id == 0
+    assert again.generation_config.pad_token_id == again.config.pad_token_id == words.pad_token_id == 255
     mine = to_transformers(make("longhorn"))
     mine.generation_config.eos_token_id = [7, 9]
     export_folder(mine, tmp_path / "mine", words)
@@ -149,13 +403,16 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
     torch.testing.assert_close(hf(more, past_key_values=cache).logits, whole)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 10))
-    hf(tokens, labels=tokens).loss.backward()
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("way", ("whole", "padded", "packed"))
+def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
+    hf, tokens = to_transformers(make()).train(), torch.randint(50, (5, 14))
+    more = dict(whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered()))[way]
+    hf(tokens, labels=tokens, **more).loss.backward()
     expected = [p.grad.clone() for p in hf.parameters()]
     hf.zero_grad()
-    hf.gradient_checkpointing_enable()
-    hf(tokens, labels=tokens).loss.backward()
+    hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    hf(tokens, labels=tokens, **more).loss.backward()
     for a, p in zip(expected, hf.parameters(), strict=True):
         torch.testing.assert_close(p.grad, a)
 
@@ -209,18 +466,62 @@ def test_auto_classes_know_the_model(tmp_path):
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
+@pytest.mark.parametrize("mixer", ("mamba", "longhorn", "gated_deltanet"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dtype, tmp_path):
+    lm = make(mixer, mixer_options=dict(key_norm=True) if mixer == "longhorn" else {})
+    hf = to_transformers(lm)
+    hf.save_pretrained(tmp_path / "hf")
+    lm.save_pretrained(tmp_path / "lm")
+    built = SequenceLM(lm.config, dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
+    drawn = AutoModelForCausalLM.from_config(hf.config, dtype=dtype)
+    wide = [name for name, parameter in built.named_parameters() if parameter.dtype == torch.float32]
+    assert {name.rpartition(".")[2] for name in wide} >= {"mamba": {"A_log", "D_skip"}, "longhorn": {"D_skip", "key_scale"}}.get(mixer, {"A_log"})
+    for model in (SequenceLM.from_pretrained(tmp_path / "lm", dtype=dtype), from_transformers(loaded), from_transformers(drawn)):
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == (torch.float32 if name in wide else dtype), name
+            if name in wide and "A_log" not in name or mixer == "mamba" and name in wide: # the others are drawn
+                assert torch.equal(parameter, lm.get_parameter(name)), name
+    tokens = torch.randint(50, (1, 5))
+    assert torch.isfinite(loaded(tokens).logits).all() and loaded.dtype == dtype
+
+
+def test_sequence_classification_reads_the_last_text_token(tmp_path):
+    torch.manual_seed(0)
+    config = LonghornConfig(vocab_size=50, d_model=16, n_layer=1, num_labels=3, pad_token_id=7)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    tokens, mask, alone = padded(3, 8, 5, side="right")
+    scores = model(tokens, attention_mask=mask, labels=torch.tensor([0, 1, 2])).logits
+    torch.testing.assert_close(scores, torch.cat([model(text).logits for text in alone]))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(again) is LonghornForSequenceClassification
+    torch.testing.assert_close(again(tokens, attention_mask=mask).logits, scores)
+    fresh = to_transformers(make())
+    fresh.save_pretrained(tmp_path / "lm")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm").score.weight.std() > 0.005
+
+
 def test_bad_input_is_one_line():
     hf, attention, (tokens, mask, _) = to_transformers(make()), to_transformers(make("attention")), padded(3, 5, side="right")
     for wrong, message in (
-            (lambda: spans(torch.tensor([[1, 0, 1]]), 1, 3, True), "attention_mask has a gap"),
+            (lambda: read_mask(torch.tensor([[1, 1, 2]]), 1, 3), "attention_mask has values other than 0 and 1"),
             (lambda: hf(tokens, attention_mask=mask[:1]), r"attention_mask has shape \(1, 5\); expected a tensor \(B, T\) with 2 rows"),
             (lambda: attention(tokens[:1], attention_mask=mask, use_cache=False), r"attention_mask has shape \(2, 5\); expected .* with 1 rows"),
             (lambda: hf(tokens, attention_mask=mask.tolist()), "attention_mask is list; expected a tensor"),
             (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "expected either"),
             (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
             (lambda: hf(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache; leave it out"),
-            (lambda: attention(tokens, attention_mask=mask, use_cache=True),
-             "pad in front, give prompts of one length at a time, or pass use_cache=False")):
+            (lambda: hf(tokens, past_key_values=hf(tokens[:1], use_cache=True).past_key_values), "has 1 rows and the tokens have 2"),
+            (lambda: hf(tokens, atention_mask=mask), "atention_mask is given, but Longhorn's models have no such argument"),
+            (lambda: hf.model(tokens, adapter_names=["a", "b"]), "adapter_names is given, but"),
+            (lambda: hf(tokens, output_attentions=True), "output_attentions is given, but the mixers return no"),
+            (lambda: hf(tokens, token_type_ids=mask), "token_type_ids is given, but"),
+            (lambda: hf(tokens, seq_idx=mask.float()), "seq_idx is torch.float32; expected an int32 or int64"),
+            (lambda: hf(tokens, position_ids=mask[:, :3]), r"position_ids has shape \(2, 3\); expected \(2, 5\)"),
+            (lambda: hf(tokens, cu_seqlens=torch.tensor([0, 5])), "cu_seqlens ends at 5; expected 10"),
+            (lambda: hf(tokens, seq_idx=mask, use_cache=True), "packed texts end in different states")):
         with pytest.raises(ValueError, match=message):
             wrong()
 
@@ -244,13 +545,6 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
-    for model in (model, model.model): # packed rows would leak
-        tokens = torch.arange(5)[None]
-        model(tokens, position_ids=tokens)
-        with pytest.raises(ValueError, match="position_ids is given, but texts packed in one row"):
-            model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1]]))
-        with pytest.raises(ValueError, match="seq_idx is given, but texts packed in one row"):
-            model(batch["input_ids"], seq_idx=torch.zeros(2, 7))
 
 
 @pytest.mark.parametrize("mixer", ["llama", "longhorn", "attention"])
@@ -271,3 +565,44 @@ def test_an_exported_model_equals_the_eager_one_at_any_batch_and_length(learning
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False)
     assert_exported_equals_eager(LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning)
+
+
+@pytest.mark.parametrize("mixer", ("longhorn_exact", "attention", "mamba2"))
+def test_an_exported_model_takes_any_mask(mixer):
+    from torch.export import Dim
+    hf = to_transformers(make(mixer))
+    hf.config.use_cache = False
+    batch = lambda B, T: dict(input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B))
+    shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
+    program = torch.export.export(hf, (), batch(5, 9), dynamic_shapes=shapes).module()
+    for B, T in ((5, 9), (6, 20)):
+        given = batch(B, T)
+        torch.testing.assert_close(program(**given).logits, hf(**given).logits)
+        whole = given | dict(attention_mask=torch.ones(B, T, dtype=torch.long))
+        torch.testing.assert_close(program(**whole).logits, hf(whole["input_ids"]).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
+    hf, tokens = to_transformers(make(mixer)), torch.randint(50, (5, 14))
+    compiled = torch.compile(hf, fullgraph=True, dynamic=False)
+    for keep in (False, True):
+        out = compiled(tokens, attention_mask=scattered(), use_cache=keep)
+        torch.testing.assert_close(out.logits, hf(tokens, attention_mask=scattered()).logits)
+    places = torch.arange(14)[None]
+    torch.testing.assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits)
+    with pytest.raises(RuntimeError, match="position_ids packs texts; give cu_seqlens"):
+        compiled(tokens, position_ids=places % 7, use_cache=False)
+
+
+@pytest.mark.slow
+def test_the_exporters_of_transformers_take_a_model_with_its_cache():
+    exporters = pytest.importorskip("transformers.exporters")
+    hf, tokens = to_transformers(make("longhorn")), torch.randint(50, (2, 6))
+    with torch.no_grad():
+        cache = hf(tokens[:, :5], use_cache=True).past_key_values
+    expected = hf(tokens).logits[:, 5:]
+    inputs = dict(input_ids=tokens[:, 5:], past_key_values=copy.deepcopy(cache), attention_mask=torch.ones_like(tokens))
+    program, _ = exporters.DynamoExporter().export_program(hf, inputs, exporters.DynamoConfig())
+    torch.testing.assert_close(program.module()(**inputs | dict(past_key_values=cache)).logits, expected)

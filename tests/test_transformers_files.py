@@ -1,5 +1,5 @@
 "Folders for other people: with the kit and without it, fine-tuned, with adapters, and with a card that invents nothing."
-import inspect, json, os, subprocess, sys
+import inspect, json, os, re, shutil, subprocess, sys, warnings
 from pathlib import Path
 
 import pytest
@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("transformers")
 from longhorn_kit.lab.data import get_tokenizer
-from longhorn_kit.lab.evaluation import export_checkpoint, hf_tokenizer
+from longhorn_kit.lab.evaluation import export_checkpoint, free_word, hf_tokenizer, load_pair
 from longhorn_kit.lab.language_training import train_lm
+from longhorn_kit import __version__
 from mixers import every_mixer
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
-from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, to_transformers
+from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, padding_note, to_transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WITHOUT_KIT = """
@@ -69,15 +70,79 @@ def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(option
 again = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)
 AutoTokenizer.from_pretrained({str(folder)!r}) # a question would be an end of file here
 again.save_pretrained("again")
-found = [outputs({str(folder)!r}), outputs("again"), sys.modules["longhorn_kit"].__file__]
+found = [outputs({str(folder)!r}), outputs("again"), sys.modules[type(again).__module__].__file__]
 """
     *found, place = in_python_without_the_kit(code, tmp_path)
-    assert place == "longhorn_source/longhorn_kit.py"
+    assert re.fullmatch(r"longhorn_source/longhorn_kit_[0-9a-f]{16}\.models\.transformers\.py", place)
     for logits, tokens in (*found, outputs(tmp_path / "again")):
         torch.testing.assert_close(logits, outputs(folder)[0])
         assert torch.equal(tokens, outputs(folder)[1])
     names = ("modeling_longhorn.py", "longhorn_source.py", "config.json", "generation_config.json")
     assert all((folder / name).read_text() == (tmp_path / "again" / name).read_text() for name in names)
+
+
+def other_version(folder, out):
+    "Copy an export; its code has another version, and norms that give other numbers."
+    shutil.copytree(folder, out)
+    source = out / "longhorn_source.py"
+    text = source.read_text().replace(f'"{__version__}"', '"9.9.9"').replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
+    assert text != source.read_text() and text.count('"9.9.9"') == 2
+    source.write_text(text)
+    return out
+
+
+def test_two_exports_in_one_process_without_the_kit_run_each_its_own_code(tmp_path):
+    one = export(tmp_path / "one")
+    shutil.copytree(one, tmp_path / "same")
+    two = other_version(one, tmp_path / "two")
+    names = [str(path) for path in (one, two, tmp_path / "same")]
+    alone = [in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names[:2]]
+    code = f"""
+models = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True) for name in {names}]
+versions = [sys.modules[type(model).__module__].__version__ for model in models]
+logits = [model(torch.arange(30, 50)[None]).logits.detach() for model in models]
+models[1].save_pretrained("again")
+found = [versions, type(models[0]) is type(models[2]), logits, outputs("again")[0], "longhorn_kit" in sys.modules]
+"""
+    versions, shared, logits, again, public = in_python_without_the_kit(code, tmp_path)
+    assert versions == [__version__, "9.9.9", __version__] and shared and not public
+    torch.testing.assert_close(logits, [*alone, alone[0]])
+    torch.testing.assert_close(again, alone[1])
+    assert (alone[0] - alone[1]).abs().max() > 1e-2
+    assert (tmp_path / "again" / "longhorn_source.py").read_text() == (two / "longhorn_source.py").read_text()
+
+
+@pytest.mark.slow
+def test_operations_of_two_exports_stay_apart_where_a_graph_calls_them(tmp_path):
+    "A compiled graph calls operations by name: the second export must not replace those of the first."
+    one = export(tmp_path / "one")
+    names = [str(one), str(other_version(one, tmp_path / "two"))]
+    code = f"""
+models = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval() for name in {names}]
+models = [torch.export.export(m, (), dict(input_ids=torch.arange(30, 50)[None], use_cache=False)).module() for m in models]
+found = [model(input_ids=torch.arange(30, 50)[None], use_cache=False).logits for model in models]
+namespaces = [{{str(node.target).partition(".")[0] for node in m.graph.nodes if "longhorn_kit" in str(node.target)}} for m in models]
+found = [found, namespaces]
+"""
+    logits, namespaces = in_python_without_the_kit(code, tmp_path)
+    alone = [in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names]
+    torch.testing.assert_close(logits, alone)
+    assert all(len(names) == 1 for names in namespaces) and namespaces[0] != namespaces[1]
+
+
+def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
+    one = export(tmp_path / "one")
+    two = other_version(one, tmp_path / "two")
+    message = re.escape(f"two was exported by longhorn-kit 9.9.9, and longhorn-kit {__version__} runs it")
+    with pytest.warns(UserWarning, match=message) as raised:
+        model = AutoModelForCausalLM.from_pretrained(two, trust_remote_code=True)
+    assert type(model) is LonghornForCausalLM and len(raised) == 1
+    with pytest.warns(UserWarning, match=message):
+        load_pair(two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LonghornForCausalLM.from_pretrained(one)
+        load_pair(one)
 
 
 @pytest.mark.slow
@@ -121,6 +186,92 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     prompt = torch.arange(30, 50)[None]
     torch.testing.assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False))
+
+
+def adapted_model(mixer="longhorn", **options):
+    "A model with two LoRA adapters that change its outputs, `default` and `other`."
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["in_proj", "out_proj"], init_lora_weights=False, **options)
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("other", config)
+    return adapted.eval()
+
+
+MASKS = {"left": [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], "right": [[1] * 6, [1, 1, 1, 0, 0, 0], [1] * 5 + [0]],
+         "inside": [[1] * 6, [1, 0, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]]}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("keep", (False, True))
+@pytest.mark.parametrize("mixer", ("longhorn", "mamba2", "attention"))
+def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
+    adapted, tokens, mask = adapted_model(mixer), torch.randint(64, (3, 6)), torch.tensor(mask)
+    names = ["default", "__base__", "other"]
+    logits = adapted(input_ids=tokens, attention_mask=mask, adapter_names=names, use_cache=keep).logits
+    for row, name in enumerate(names):
+        text = mask[row].bool()
+        alone = adapted(input_ids=tokens[row][text][None], adapter_names=[name]).logits[0]
+        torch.testing.assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
+    assert (adapted(input_ids=tokens, attention_mask=mask).logits[1] - logits[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("mixer", ("longhorn", "mamba2", "attention"))
+def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mixer, side):
+    adapted, mask = adapted_model(mixer, alora_invocation_tokens=[5, 9]), torch.tensor(MASKS[side])
+    tokens = torch.randint(10, 64, (3, 6))
+    for row in range(3):
+        tokens[row, mask[row].nonzero()[1:3, 0]] = torch.tensor([5, 9]) # the adapter acts from the second token on
+    with torch.no_grad(): # aLoRA writes into its inputs
+        logits = adapted(input_ids=tokens, attention_mask=mask).logits
+        for row in range(3):
+            text = mask[row].bool()
+            alone = adapted(input_ids=tokens[row][text][None]).logits[0]
+            torch.testing.assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
+        with adapted.disable_adapter():
+            base = adapted(input_ids=tokens, attention_mask=mask).logits
+    first = mask.bool() & (mask.cumsum(1) == 1)
+    torch.testing.assert_close(logits[first], base[first])
+    assert (logits - base)[mask.bool() & ~first].abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ("PromptTuningConfig", "PromptEncoderConfig"))
+@pytest.mark.parametrize("mixer", ("longhorn", "attention"))
+def test_soft_prompts_stand_before_padding(mixer, kind):
+    peft = pytest.importorskip("peft")
+    model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
+    tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    tokens, mask = torch.randint(64, (3, 6)), torch.tensor(MASKS["left"])
+    logits = tuned(input_ids=tokens, attention_mask=mask).logits
+    options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    together = tuned.generate(input_ids=tokens, attention_mask=mask, **options)
+    for row in range(3):
+        text = mask[row].bool()
+        alone = tokens[row][text][None]
+        by_hand = torch.cat([tuned.get_prompt(1), model.model.embedding(alone)], 1)
+        torch.testing.assert_close(logits[row, 4:][text], model(inputs_embeds=by_hand).logits[0, 4:], atol=1e-5, rtol=1e-4)
+        own = tuned.generate(input_ids=alone, **options)
+        torch.testing.assert_close(torch.stack(together.logits, 1)[row], torch.stack(own.logits, 1)[0], atol=1e-5, rtol=1e-4)
+    tuned.train()
+    tuned(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in tuned.parameters() if p.requires_grad)
+
+
+def test_prefix_tuning_is_refused_with_its_cause():
+    peft = pytest.importorskip("peft")
+    model = to_transformers(SequenceLM(LMConfig(64, 32, 2)))
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="prefix tuning gives keys and values of attention, which a recurrent state does not have"):
+        tuned(input_ids=torch.arange(5)[None])
+
+
+def test_an_adapted_model_generates_in_training_mode_with_checkpointing_as_in_evaluation():
+    adapted, prompt = adapted_model(), torch.randint(64, (2, 6))
+    expected = adapted.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
+    adapted.gradient_checkpointing_enable()
+    assert torch.equal(adapted.train().generate(input_ids=prompt, max_new_tokens=6, do_sample=False), expected)
 
 
 @every_mixer
@@ -169,6 +320,29 @@ def test_a_linear_layer_returns_a_tensor():
     model(torch.arange(9)[None])
     assert set(returned) == {f"blocks.0.mixer.{name}" for name in ("in_proj", "x_proj", "b_proj", "out_proj")}
     assert all(isinstance(out, torch.Tensor) for out in returned.values())
+
+
+def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
+    "Collators leave padding out of the labels; the end of a text has to stay."
+    from transformers import DataCollatorForLanguageModeling
+    folder = export(tmp_path / "hf")
+    words, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    texts = [{"input_ids": words(text)["input_ids"] + [words.eos_token_id]} for text in ("ab", "abcd")]
+    labels = DataCollatorForLanguageModeling(words, mlm=False)(texts)["labels"].tolist()
+    assert labels == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
+    assert (words.pad_token_id, words.eos_token_id) == (255, 0) and len(words) == 256
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.eos_token_id) == (255, 0)
+    assert "Padding is token 255, which no text contains, and not the end mark (token 0)" in (folder / "README.md").read_text()
+    assert words("ÿ")["input_ids"] == [*"ÿ".encode()] and words.decode([97, 255], skip_special_tokens=True) == "a"
+
+
+def test_padding_takes_a_byte_that_no_longer_token_needs():
+    letters = {"ÿ": 0, "xÿ": 1, "þ": 2, "<|endoftext|>": 3}
+    assert free_word(letters) == "þ" and free_word({"a": 0}) is None
+    words = hf_tokenizer(get_tokenizer("bytes"))
+    words.pad_token = words.eos_token # as in exports of other tools
+    assert "Padding is the end mark (token 0)" in padding_note(words) and padding_note(None) == ""
 
 
 def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):

@@ -1,5 +1,5 @@
 """`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, other sizes, weights to start from, timm's script."""
-import argparse, dataclasses, io, multiprocessing, os, random, re, shutil, signal, subprocess, sys, tarfile, time
+import argparse, dataclasses, io, json, multiprocessing, os, random, re, shutil, signal, subprocess, sys, tarfile, time
 from pathlib import Path
 
 import datasets
@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from longhorn_kit import cli
-from longhorn_kit.lab import vision_training as lab
-from longhorn_kit.lab.images import Augmented, ImageBatches, Images, open_data, posterize, transforms
+from longhorn_kit.lab import images as images_module, vision_training as lab
+from longhorn_kit.lab.images import Augmented, ImageBatches, Images, open_data, open_part, posterize, transforms
 from longhorn_kit.lab.vision_training import VISION_PRESETS, eval_vision, make_model, train_vision, vision_config
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import read_json, read_jsonl
@@ -143,10 +143,194 @@ def test_bad_folders(tmp_path):
     picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
     (tmp_path / "val" / "odd").mkdir()
     picture(0, 0).save(tmp_path / "val" / "odd" / "0.png")
+    with pytest.raises(ValueError, match="the class folder .*val/dark has no image that can be read; it has no files"):
+        open_data(str(tmp_path))
+    (tmp_path / "val" / "dark").rmdir()
     with pytest.raises(ValueError, match="training and held-out images have different classes .*dark, odd"):
         open_data(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no shards match"):
         open_data(f"wds:{tmp_path}")
+
+
+ENDINGS = {"png": "png", "jpg": "jpg", "JPEG": "jpg", "webp": "webp", "tif": "tif", "tiff": "tif", "bmp": "bmp", "gif": "gif", "ppm": "ppm"}
+
+
+def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tmp_path, capsys):
+    for part in ("train", "val"):
+        for i, (ending, kind) in enumerate(ENDINGS.items()):
+            (tmp_path / part / f"class {ending}").mkdir(parents=True)
+            picture(i, i % 2).save(tmp_path / part / f"class {ending}" / f"x [{i}].{ending}", {"jpg": "jpeg", "tif": "tiff"}.get(kind, kind))
+    for name in ("class png/a.heic", "class png/b.heic", "class gif/drawing.eps", "class gif/notes", "stray.png", ".hidden.png", "class gif/._x.png", "class gif/Thumbs.db"):
+        (tmp_path / "train" / name).write_text("x")
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "train" / "class png" / "again").symlink_to(tmp_path / "train") # the same images once more
+    train, val = open_data(str(tmp_path))
+    assert len(train) == len(val) == 9 and list(train.classes) == sorted(train.classes, key=str.lower) and len(train.classes) == 9
+    assert {Path(train.filename(i)).suffix[1:] for i in range(9)} == set(ENDINGS)
+    assert all(Images(train, None).load(i) for i in range(9))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "left out 5 files that are no images in a class folder (.heic: 2, " in err
+    assert all(part in err for part in (".eps: 1", "no ending: 1", ".png: 1", "such as"))
+    (tmp_path / "train" / "stray.png").unlink()
+    (tmp_path / "train" / "class png" / "again").unlink()
+    (tmp_path / "train" / "class gif" / "drawing.eps").unlink()
+    hub = open_data(f"hf:{tmp_path}") # datasets reads the same
+    assert [len(part) for part in hub] == [9, 9] and list(hub[0].classes) == sorted(train.classes)
+    assert ".heic: 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["folder", "hub", "shards"])
+def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
+    good, rows = encoded(picture(0, 0)), [[b"no image", 1], [b"no image", 1]]
+    source = {"folder": f"{tmp_path}", "hub": f"hf:{tmp_path}", "shards": f"wds:{tmp_path}"}[kind]
+    def write():
+        for part in ("train", "val"):
+            both = [(good, 0), *rows]
+            if kind == "hub":
+                parquet(tmp_path / f"{'validation' if part == 'val' else part}.parquet", *zip(*both), datasets.ClassLabel(names=["zero", "one"]))
+            elif kind == "shards":
+                shards(tmp_path, part, both)
+            for i, (image, label) in enumerate(both if kind == "folder" else ()):
+                (tmp_path / part / ("zero", "one")[label]).mkdir(parents=True, exist_ok=True)
+                (tmp_path / part / ("zero", "one")[label] / f"{i}.png").write_bytes(image)
+    write()
+    with pytest.raises(ValueError, match=f"none of the 2 images of class {'1' if kind == 'shards' else 'one'} can be read; the first is .*1") as caught:
+        open_data(source)
+    assert "\n" not in str(caught.value)
+    rows[1][0] = good # one is enough
+    write()
+    train, _ = open_data(source)
+    assert len(train) == 3 and sum(Images(train, None).load(i) is None for i in range(3)) == 1
+
+
+def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
+    for part, name in (("train", "cats/small"), ("train", "dogs/small"), ("val", "cats/small")):
+        (tmp_path / part / name).mkdir(parents=True)
+        picture(0, 0).save(tmp_path / part / name / "0.png")
+    with pytest.raises(ValueError, match="cats/small and .*dogs/small would both be the class small; rename one"):
+        open_data(str(tmp_path))
+    for folder in (tmp_path, tmp_path / "train"): # datasets gives them no labels
+        with pytest.raises(ValueError, match="has the columns image; expected one of label"):
+            open_part(f"hf:{folder}", "train")
+    with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
+        (tmp_path / "a [1]").mkdir()
+        open_data(f"hf:{tmp_path / 'a [1]'}")
+
+
+def test_a_row_without_an_image_is_a_broken_one(tmp_path):
+    good = encoded(picture(0, 0))
+    column = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    rows = [{"image": image, "label": i % 2} for i, image in enumerate([*[{"bytes": good, "path": None}] * 3, {"bytes": b"no image", "path": None}, None])]
+    for part in ("train", "validation"):
+        datasets.Dataset.from_list(rows, column).to_parquet(tmp_path / f"{part}.parquet")
+    images = Images(open_data(f"hf:{tmp_path}")[0], np.asarray)
+    assert [images[i][2] for i in range(5)] == [[], [], [], [3], [4]]
+
+
+@pytest.mark.parametrize("labels, says", [([0.5, 1.5], "'label' holds a float, not a class"), ([[0], [1]], "'label' holds a list, not a class"), (range(70), "more than 50 classes")])
+def test_a_column_that_is_no_class_is_refused(tmp_path, monkeypatch, labels, says):
+    monkeypatch.setattr(images_module, "LARGEST_CLASS", 50)
+    good = encoded(picture(0, 0))
+    datasets.Dataset.from_list([{"image": good, "label": label} for label in labels]).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=f"train: the column {says}|train: the column 'label' has {says}"):
+        open_data(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"num_classes": 10**12}, "sizes are missing or out of range"), ({"num_classes": "10"}, "sizes are missing"), ({"num_classes": -1}, "sizes are missing"),
+    ({"pretrained_cfg": {"input_size": [1, 10**9, 10**9]}}, "sizes are missing"), ({"pretrained_cfg": {"input_size": [1]}}, "sizes are missing"),
+    ({"pretrained_cfg": 3}, "sizes are missing"), ([], "sizes are missing")])
+def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, change, says):
+    config = vision_config("digits")
+    model = make_model(config, 10)
+    lab.save_model(model, config, [str(i) for i in range(10)], tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").unlink()
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(read_json(path) | change if isinstance(change, dict) else change))
+    with pytest.raises(ValueError, match=f"config.json does not describe a model of train-vision: its {says}"):
+        eval_vision(tmp_path / "model", "digits", workers=0, cpu=True)
+
+
+def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatch):
+    config, real, seen = vision_config("digits"), lab.with_weights, []
+    for i, name in enumerate("ab"):
+        model = make_model(dataclasses.replace(config, seed=i), 10)
+        lab.save_model(model, config, [str((9 * i + n) % 10) for n in range(10)], tmp_path / name)
+    def read(name, path, **options):
+        lab.save_model(make_model(config, 10), config, list("0123456789"), tmp_path / "b") if not seen else None # another process trains anew
+        seen.append(path)
+        return real(name, path, **options)
+    monkeypatch.setattr(lab, "with_weights", read)
+    again = eval_vision(tmp_path / "b", "digits", workers=0, cpu=True) # the classes of the first model would be refused
+    monkeypatch.undo()
+    assert len(seen) == 2 and again == eval_vision(tmp_path / "a", "digits", workers=0, cpu=True)
+
+
+def tar(path, *members):
+    "Write (name, content or a type of member) to a tar file."
+    with tarfile.open(path, "w") as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, bytes) and len(content) > 1 or content == b"":
+                info.size = len(content)
+                file.addfile(info, io.BytesIO(content))
+            else:
+                info.type, info.linkname = content, "a.png"
+                file.addfile(info)
+    return path.read_bytes()
+
+
+PNG = encoded(picture(0, 0))
+
+
+@pytest.mark.parametrize("members, says", [
+    *(([("a.png", PNG), ("a.cls", label)], "train.tar, a.cls: the label b'.*' is not a class from 0 to 262,143") for label in
+      (b"3000000000", b"cat", b"", b"9" * 5000, b"-1", b"1_0", "٣".encode(), b"262144", b"0 1", b"\x1b[31m")),
+    *(([("a.png", PNG), ("a.cls", kind)], "train.tar, a.cls is no plain file") for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)),
+    ([("a.png", tarfile.SYMTYPE), ("a.cls", b"00")], "train.tar, a.png is no plain file"),
+    ([("a.png", PNG), ("a.png", PNG), ("a.cls", b"00")], "train.tar, a.png is the second image of its key"),
+    ([("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"00")], "train.tar, a.jpg is the second image of its key"),
+    ([("a.png", PNG), ("a.cls", b"00"), ("a.cls", b"01")], "train.tar, a.cls is the second label of its key"),
+])
+def test_a_shard_that_is_wrong_is_named_with_its_key(tmp_path, members, says):
+    for part in ("train", "val"):
+        tar(tmp_path / f"{part}.tar", *members)
+    with pytest.raises(ValueError, match=says) as caught:
+        open_data(f"wds:{tmp_path}")
+    assert len(str(caught.value)) < 300 and "\x1b" not in str(caught.value)
+
+
+def test_damaged_and_doubled_shards_are_named(tmp_path, capsys):
+    whole = tar(tmp_path / "train.tar", *(member for i in range(30) for member in ((f"{i}.png", PNG), (f"{i}.cls", b"00"))))
+    tar(tmp_path / "val.tar", ("a.png", PNG), ("a.cls", b"00"))
+    middle = whole.index(b"20.png")
+    for data, says in ((b"no tar" * 200, "is damaged or no tar file"), (whole[:middle + 700], "is damaged or no tar file"), (b"", "is damaged or no tar file"),
+                       (whole[:middle] + b"\xff" + whole[middle + 1:], "is damaged, or several tar files joined: after byte"), (whole + whole, ".* several tar files joined")):
+        (tmp_path / "train.tar").write_bytes(data)
+        with pytest.raises(ValueError, match=f"train.tar {says}"):
+            open_data(f"wds:{tmp_path}")
+    (tmp_path / "train.tar").write_bytes(whole[:middle]) # between two files
+    assert len(open_data(f"wds:{tmp_path}")[0]) == 20 and "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
+    (tmp_path / "train.tar").write_bytes(whole)
+    (tmp_path / "train-1.tar.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match="train-1.tar.gz is compressed, and images are read from the middle of a shard"):
+        open_data(f"wds:{tmp_path}")
+    (tmp_path / "train-1.tar.gz").rename(tmp_path / "other.tar.gz")
+    (tmp_path / "val.tar").rename(tmp_path / "train-val.tar")
+    with pytest.raises(ValueError, match="train-val.tar is a shard of both parts, by its name"):
+        open_data(f"wds:{tmp_path}")
+
+
+def test_keys_alone_are_counted_and_a_folder_with_brackets_is_no_pattern(tmp_path, capsys):
+    for folder, rows in (("mask [1]", 2), ("mask 1", 1)):
+        (tmp_path / folder).mkdir()
+        for part in ("TRAIN-train.TAR", "test.tar"):
+            tar(tmp_path / folder / part, *((f"\x1b[31m{i}.{kind}", content) for i in range(rows) for kind, content in (("tif", PNG), ("cls", b"00"))),
+                ("b.png", PNG), ("c.cls", b"00"), ("d.json", b"{}"))
+    train, val = open_data(f"wds:{tmp_path}/mask [1]")
+    assert len(train) == len(val) == 2 and "mask [1]" in train.filename(0) and len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
+    err = capsys.readouterr().err
+    assert err.count("left out 2 keys with an image or a label alone, such as") == 4 and "\x1b" not in err
 
 
 class Noise:
@@ -309,6 +493,7 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
     assert results(tmp_path / "parts") == results(tmp_path / "whole") and capsys.readouterr().err.count("dark/3.png") == 1
+    monkeypatch.setattr(images_module, "check_readable", lambda *_: None) # images that break during a run
     for part, message in (("val", "none of the held-out images can be read"), ("train", "^none of 18 images can be read; the first is .*0.png$")):
         for path in (tmp_path / part).rglob("*.png"):
             path.write_bytes(b"")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils._pytree import tree_map
 from .processes import gathered, is_main_process, together
 from ..records import (
-    atomic_path, cannot_write, discard, read_jsonl, read_record, write_jsonl, write_record)
+    atomic_path, cannot_write, discard, final_name, read_jsonl, read_record, write_jsonl, write_record)
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled") # one process is intended
 
@@ -33,6 +33,9 @@ def checked(data: bytes, sha256: str, path) -> bytes:
 
 class Writer(dcp.FileSystemWriter):
     "Writer of pieces, each with its hash."
+    def storage_meta(self):
+        return None # it would be the path on this machine
+
     def write_data(self, plan, planner):
         future = super().write_data(plan, planner)
         for result in future.wait():
@@ -63,7 +66,7 @@ def checkpoints(folder: str | Path | None) -> list[Path]:
     "Return the complete checkpoints of a run, oldest first."
     return sorted(path.parent for path in Path(folder).glob("checkpoints/step-*/checkpoint.json")) if folder else []
 
-def tidy(folder: str | Path, save_total_limit: int) -> None:
+def tidy(folder: str | Path, save_total_limit: int) -> None: # folder: of the run
     "Remove unfinished checkpoints, and all but the newest complete ones."
     newest = checkpoints(folder)[-save_total_limit:]
     for place in folder.glob("checkpoints/*"):
@@ -83,9 +86,10 @@ def write_checkpoint(path: Path, state: dict, about: dict, metrics: list, save_t
         store_state(state, path.with_name(name[0]), path, group)
         with together(group):
             if main:
-                write_jsonl(partial / "metrics.jsonl", metrics)
-                files = {name: hashlib.sha256((partial / name).read_bytes()).hexdigest() for name in LISTED}
-                write_record(partial / "checkpoint.json", {**about, "files": files})
+                with final_name(partial, path):
+                    write_jsonl(partial / "metrics.jsonl", metrics)
+                    files = {name: hashlib.sha256((partial / name).read_bytes()).hexdigest() for name in LISTED}
+                    write_record(partial / "checkpoint.json", {**about, "files": files})
                 stack.close()
                 tidy(path.parents[1], save_total_limit)
 

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['FIRST_JUDGED', 'RECALL_ORDER', 'SOLVED', 'LEARNT', 'MQAR_PAIRS', 'EXACT_PAIRS', 'CHOSEN_RATES', 'CHOSEN_CELLS',
-           'EXPLORED', 'edge', 'comparison_of', 'judge_contrasts', 'judged_seeds', 'looks_of', 'compare_recall',
+           'ONE_PASS', 'EXPLORED', 'edge', 'comparison_of', 'contrast_rows', 'own_seeds', 'looks_of', 'compare_recall',
            'compare_designs', 'about_recall', 'about_rewritten', 'mqar_cells', 'both_cells', 'counts', 'limited',
            'compare_mqar', 'about_mqar', 'compare_states', 'about_states', 'evaluations', 'nearest', 'losses',
-           'published_lead', 'compare_language', 'judged_losses', 'equal_losses', 'asked_seeds', 'compare_at_one_rate',
+           'published_lead', 'compare_language', 'losses_by_seed', 'equal_losses', 'asked_seeds', 'compare_at_one_rate',
            'remaining', 'compare_leads', 'reads', 'by_plan', 'about_language', 'tokens_at', 'compare_tokens',
-           'read_again', 'explored', 'compare_length', 'compare_needles', 'about_length', 'compare_vision',
-           'vision_at_one_rate', 'about_vision', 'timed_again', 'compare_training', 'no_fast_kernel']
+           'read_again', 'explored_row', 'explored', 'compare_length', 'compare_needles', 'about_length',
+           'compare_vision', 'vision_at_one_rate', 'about_vision', 'timed_again', 'compare_training', 'no_fast_kernel']
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-003
 import math
@@ -40,11 +40,13 @@ def edge(rates: dict) -> str: # model -> (best learning rate, all tried rates, a
 def comparison_of(contrast: Contrast, judgement: Judgement) -> Comparison:
     "Return a planned contrast in the form that tables and plots show."
     measured = (judgement.difference,) if judgement.n else ()
+    margin = contrast.margin if contrast.kind == "as good" else 0.0
+    waits = judgement.verdict == "not run"
     return Comparison(
-        contrast.label, measured, contrast.unit, contrast.margin if contrast.kind == "as good" else 0.0, searched=0,
-        doubt=judgement.why, published=contrast.published, planned=True, waits=not measured and not judgement.why)
+        contrast.label, measured, contrast.unit, margin, searched=0, doubt="" if waits else judgement.why,
+        published=contrast.published, planned=True, waits=waits)
 
-def judge_contrasts(
+def contrast_rows(
     contrasts: list[Contrast],   # all that are planned for one claim and one question
     looks: list[dict[str, Fit]], # looks taken so far: model -> fit
     groups: dict[str, str],      # model -> group of models that share a variance
@@ -62,13 +64,13 @@ def judge_contrasts(
 # %% ../../nbs/machine/compare.ipynb #compare-looks-2
 FIRST_JUDGED = 4 # of a model's seeds; those before it are for searches
 
-def judged_seeds(number: int, count: int) -> list[int]: # number of the model, from 1; seeds
+def own_seeds(number: int, count: int) -> list[int]: # number of the model, from 1; seeds
     "Return the seeds on which a model is judged."
     first = 1000 * number + FIRST_JUDGED
     return list(range(first, first + count))
 
 def looks_of(
-    outcomes: dict[str, list[float]], # model -> outcomes of its judged seeds, in order; NaN: diverged
+    outcomes: dict[str, list[float]], # model -> outcome of each judged seed; NaN: diverged
     asked: dict[str, int],            # model -> seeds that its run was asked for
 ) -> tuple[list[dict[str, Fit]], str]:
     "Return the fits of every look that is complete, and what the next one waits for."
@@ -149,8 +151,8 @@ MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet
               ("longhorn", "mamba2"), ("longhorn", "gated_deltanet"))
 EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
 CHOSEN_RATES = "Each rate was chosen on seed 0, which is judged too"
-CHOSEN_CELLS = (f"{CHOSEN_RATES}. A cell counts by its outcome, for both models of a row, so two rows are about "
-                "different cells and cannot be compared")
+CHOSEN_CELLS = (f"{CHOSEN_RATES}. A cell counts by its outcome, for both models of a row, so two "
+                "rows are about different cells and cannot be compared")
 
 def mqar_cells(record: dict, d_state: int = 16) -> list[dict]: # -> one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
@@ -222,7 +224,8 @@ def compare_states(record: dict) -> list[Comparison]:
 
 def about_states(record: dict) -> str:
     "Describe how the learning rates of larger states were chosen."
-    return f"{CHOSEN_RATES}. A row whose rate lies at the edge of its grid has no verdict, so the outcome selects the rows"
+    return (f"{CHOSEN_RATES}. A row whose rate lies at the edge of its grid has no verdict: the "
+            "outcome selects the rows")
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
@@ -242,8 +245,13 @@ def losses(results: dict, mixer: str, tokens: float | None) -> dict: # of a lang
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-018
-def published_lead(results: dict, first: str, second: str, sizes: str) -> float | None: # sizes: row of `OPENWEBTEXT`
-    "Return by how much the first model's published loss is lower; None without one, or in another unit."
+def published_lead(
+    results: dict, # of a language record
+    first: str,
+    second: str,
+    sizes: str,    # row of `OPENWEBTEXT`
+) -> float | None:
+    "Return the first model's published lead; None without one, or in another unit."
     losses = OPENWEBTEXT[sizes]
     same = {first, second} <= losses.keys() and results["unit"] == "nats per token"
     return losses[second] - losses[first] if same else None
@@ -253,7 +261,7 @@ def compare_language(
     pairs: tuple,    # (first, second): the claim gives the first the lower loss
     sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
-    "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one learning rate."
+    "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one rate."
     results, found = record["results"], []
     rate, unit = record["settings"]["train"]["lr"], results["unit"]
     for words, tokens in evaluations(results):
@@ -268,15 +276,16 @@ def compare_language(
     return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-one-rate
-def judged_losses(results: dict, tokens: float | None) -> dict: # of a language record -> {model: losses, in order}
-    "Return the losses of every model's judged seeds, up to the first that is missing; NaN if a run diverged."
+def losses_by_seed(results: dict, tokens: float | None) -> dict: # of a language record
+    "Return {model: losses of its judged seeds}, up to the first that is missing; NaN: diverged."
     found = {}
     for run in sorted(results["runs"], key=lambda run: run["seed"]):
         number, place = divmod(run["seed"], 1000)
         losses = found.setdefault(NAMES[run["mixer"]], [])
         if number and place == FIRST_JUDGED + len(losses):
             diverged = "val" not in run
-            losses.append(math.nan if diverged else run["val"]["all"][nearest(run["val"], tokens)])
+            loss = math.nan if diverged else run["val"]["all"][nearest(run["val"], tokens)]
+            losses.append(loss)
     return found
 
 def equal_losses(results: dict) -> float:
@@ -290,29 +299,32 @@ def equal_losses(results: dict) -> float:
 def asked_seeds(record: dict, pairs: tuple) -> dict: # -> {model: seeds}
     "Return how many judged seeds a run was asked for, of the models in these pairs."
     settings = record["settings"]
-    return {NAMES[name]: settings["judged"] for name in settings["models"] if any(name in pair for pair in pairs)}
+    names = {name for pair in pairs for name in pair}
+    return {NAMES[name]: settings["judged"] for name in settings["models"] if name in names}
 
 def compare_at_one_rate(
     record: dict,  # of `longhorn_kit.lab.language`, with judged seeds
     pairs: tuple,  # (first, second): the claim gives the first the lower loss
     sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
 ) -> list[tuple[Comparison, Judgement]]:
-    "Judge held-out losses after the last step, at the one learning rate of a run; empty if no pair was asked for."
-    results, asked = record["results"], asked_seeds(record, pairs)
-    losses = judged_losses(results, None)
+    "Judge held-out losses at the one learning rate of a run; empty if no pair was asked for."
+    results = record["results"]
+    asked = asked_seeds(record, pairs)
+    losses = losses_by_seed(results, None)
     margin = equal_losses(results)
     contrasts = []
     for first, second in pairs:
         a, b = NAMES[first], NAMES[second]
+        published = published_lead(results, first, second, sizes)
         contrasts.append(Contrast(
-            f"{a} below {b}, at one rate for all", ((a, -1), (b, 1)), unit=results["unit"], margin=margin,
-            published=published_lead(results, first, second, sizes)))
-    present = {name for name in asked} | {name for name, values in losses.items() if values}
-    if not any(present >= {name for name, _ in contrast.weights} for contrast in contrasts):
+            f"{a} below {b}, at one rate for all", ((a, -1), (b, 1)), unit=results["unit"],
+            margin=margin, published=published))
+    present = asked.keys() | {name for name, values in losses.items() if values}
+    if not any({name for name, _ in contrast.weights} <= present for contrast in contrasts):
         return []
     names = {name for contrast in contrasts for name, _ in contrast.weights}
     looks, missing = looks_of({name: losses[name] for name in names & losses.keys()}, asked)
-    return judge_contrasts(contrasts, looks, dict.fromkeys(names, "language"), missing)
+    return contrast_rows(contrasts, looks, dict.fromkeys(names, "language"), missing)
 
 # %% ../../nbs/machine/compare.ipynb #compare-leads
 def remaining(
@@ -321,35 +333,49 @@ def remaining(
     last: tuple[Comparison, Judgement],  # after the last
 ) -> tuple[Comparison, Judgement]:
     "Return whether a lead after one pass is still there after the last, with the last difference."
-    comparison, judgement = last
-    early = first[1]
-    comparison = replace(comparison, label=label)
-    if not (early.n and judgement.n): # something is missing, or diverged
-        return comparison, judgement if not judgement.n else replace(early, side="", look=0, beside="")
-    decided = {early.side, judgement.side} <= {AHEAD, BEHIND}
+    early, late = first[1], last[1]
+    comparison = replace(last[0], label=label)
+    if not late.n: # a look is missing, or a run diverged
+        return comparison, late
+    if not early.n:
+        return comparison, replace(early, side="", look=0, beside="")
+    decided = {early.side, late.side} <= {AHEAD, BEHIND}
     word = "undecided"
     if decided:
-        word = "holds" if early.side == judgement.side else "does not hold"
+        word = "holds" if early.side == late.side else "does not hold"
     before = f"after one pass {effect(*first)}, {early.side or 'undecided'}"
     return comparison, replace(
-        judgement, verdict=word, p=max(early.p, judgement.p), look=max(early.look, judgement.look) if decided else 0,
-        beside="; ".join(filter(None, (before, judgement.beside))))
+        late, verdict=word, p=max(early.p, late.p),
+        look=max(early.look, late.look) if decided else 0,
+        beside="; ".join(filter(None, (before, late.beside))))
 
-def compare_leads(record: dict, pairs: tuple) -> list[tuple[Comparison, Judgement]]: # of a text that is read several times
-    "Judge whether the leads of the first pass remain after the last, at the one learning rate of a run."
-    results, asked = record["results"], asked_seeds(record, pairs)
+ONE_PASS = ", one pass" # after the name of a model: its loss at that point
+
+def compare_leads(
+    record: dict, # of `longhorn_kit.lab.language`, with judged seeds, of a text that is read several times
+    pairs: tuple,
+) -> list[tuple[Comparison, Judgement]]:
+    "Judge whether the leads of the first pass remain after the last, at the one rate of a run."
+    results = record["results"]
     (_, tokens), (words, _) = evaluations(results)
-    early = {f"{name}, one pass": losses for name, losses in judged_losses(results, tokens).items()}
-    outcomes = early | judged_losses(results, None)
+    late = losses_by_seed(results, None)
+    early = {name + ONE_PASS: losses for name, losses in losses_by_seed(results, tokens).items()}
     margin = equal_losses(results)
-    contrasts = [
-        Contrast(NAMES[first], ((NAMES[first] + part, -1), (NAMES[second] + part, 1)), unit=results["unit"], margin=margin)
-        for part in (", one pass", "") for first, second in pairs]
-    groups = {name: "first" if name in early else "last" for name in outcomes}
-    looks, missing = looks_of(outcomes, asked | {f"{name}, one pass": seeds for name, seeds in asked.items()})
-    judged = judge_contrasts(contrasts, looks, groups, missing)
-    return [remaining(f"{NAMES[a]} and {NAMES[b]}: the lead after one pass remains {words}", first, last)
-            for (a, b), first, last in zip(pairs, judged, judged[len(pairs):])]
+    contrasts = []
+    for part in (ONE_PASS, ""):
+        for first, second in pairs:
+            weights = (NAMES[first] + part, -1), (NAMES[second] + part, 1)
+            contrasts.append(Contrast("", weights, unit=results["unit"], margin=margin))
+    asked = asked_seeds(record, pairs)
+    asked |= {name + ONE_PASS: seeds for name, seeds in asked.items()}
+    looks, missing = looks_of(early | late, asked)
+    groups = dict.fromkeys(early, "one pass") | dict.fromkeys(late, "last pass")
+    rows = contrast_rows(contrasts, looks, groups, missing)
+    found = []
+    for (a, b), first, last in zip(pairs, rows, rows[len(pairs):]):
+        label = f"{NAMES[a]} and {NAMES[b]}: the lead after one pass remains {words}"
+        found.append(remaining(label, first, last))
+    return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-n25
 def reads(passes: str, *compares: Callable) -> Callable: # passes: "once" or "repeated"
@@ -358,7 +384,7 @@ def reads(passes: str, *compares: Callable) -> Callable: # passes: "once" or "re
     return lambda record: [found for compare in compares for found in compare(record)] if kind(record) == passes else []
 
 def by_plan(new: Callable, old: Callable) -> Callable: # record -> comparisons
-    "Return a function that reads records with judged seeds in the new way, and others as they were planned."
+    "Return a function that reads records with judged seeds in the new way, others as planned."
     return lambda record: (new if record["settings"].get("judged") else old)(record)
 
 # %% ../../nbs/machine/compare.ipynb #aa770423
@@ -412,37 +438,48 @@ def compare_tokens(record: dict) -> list[Comparison]:
 # %% ../../nbs/machine/compare.ipynb #compare-explored
 EXPLORED = { # block -> its groups in the record, pairs: the claim gives the first the lower loss
     "12 mixers, N = 16": (("paper",), (
-        ("diagonal N=16", "Mamba N=16"), ("exact N=16", "Mamba N=16"), ("exact N=16", "diagonal N=16"))),
+        ("diagonal N=16", "Mamba N=16"),
+        ("exact N=16", "Mamba N=16"),
+        ("exact N=16", "diagonal N=16"))),
     "12 mixers, N = 64": (("equal-state",), (
-        ("exact N=64", "diagonal N=64"), ("exact N=64", "Gated DeltaNet"), ("exact N=64", "Mamba N=64"))),
+        ("exact N=64", "diagonal N=64"),
+        ("exact N=64", "Gated DeltaNet"),
+        ("exact N=64", "Mamba N=64"))),
     "6 mixers with MLP": (("equal-state-mlp", "others-mlp"), tuple(
         ("exact N=64, MLP", f"{name}, MLP")
-        for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32", "DeltaNet", "Mamba-2")))}
+        for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32", "DeltaNet",
+                     "Mamba-2")))}
 
-def read_again(model: dict, rates: list[float]) -> Fit: # of a record of the first plan; the rates of its grid
+def read_again(model: dict, rates: list[float]) -> Fit: # of a record of the first plan; its grid
     "Estimate a model's loss from its walk and its judged runs, by the rule with looks."
     number = lambda loss: math.nan if loss is None else loss
     search = [(rates.index(float(rate)), number(loss)) for rate, loss in model["bracket"].items()]
     judged = [number(run["bits_per_byte"]) for run in model["runs"]]
     return fit_rates(search, judged, rates.index(model["lr"]))
 
+def explored_row(contrast: Contrast, found: Judgement) -> list[str]:
+    "Return the cells of a comparison without its verdict."
+    if not found.n:
+        return [contrast.label, found.why, "", "", ""]
+    low, high = (show(end, contrast.unit) for end in (found.low, found.high))
+    bar = f"[{low}, {high}], {100 * (1 - found.level):.3g} %"
+    difference = show(found.difference, contrast.unit)
+    return [contrast.label, difference, bar, f"{found.p:.2g}", str(found.n)]
+
 def explored(record: dict) -> tuple: # of the first one-pass plan -> title, header, rows
-    "Tabulate the first plan's runs as the rule with looks reads them: exploratory, without verdicts."
-    results, rows = record["results"], []
+    "Tabulate the first plan's runs as the rule with looks reads them, without verdicts."
+    rates, rows = record["settings"]["rates"], []
     for block, (groups, pairs) in EXPLORED.items():
-        models = {model["name"]: model for group in groups for model in results["groups"].get(group, ())}
-        fits = {name: read_again(model, record["settings"]["rates"]) for name, model in models.items() if model["runs"]}
-        contrasts = [Contrast(f"{a} below {b}", ((a, -1), (b, 1))) for a, b in pairs if {a, b} <= fits.keys()]
-        for contrast, found in zip(contrasts, judge_looks(contrasts, [fits], dict.fromkeys(fits, block), level=LEVEL)):
-            if not found.n:
-                rows.append([block, contrast.label, found.why, "", "", ""])
-                continue
-            low, high = (show(end, contrast.unit) for end in (found.low, found.high))
-            share = f"{100 * (1 - found.level):.3g} %"
-            rows.append([block, contrast.label, show(found.difference, contrast.unit), f"[{low}, {high}], {share}",
-                         f"{found.p:.2g}", str(found.n)])
-    title = "Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them (bits per byte)"
-    return title, ["block", "comparison", "difference", "bar", "p, corrected", "judged seeds"], rows
+        models = [model for group in groups for model in record["results"]["groups"].get(group, ())]
+        fits = {model["name"]: read_again(model, rates) for model in models if model["runs"]}
+        known = [pair for pair in pairs if fits.keys() >= set(pair)]
+        contrasts = [Contrast(f"{a} below {b}", ((a, -1), (b, 1))) for a, b in known]
+        judgements = judge_looks(contrasts, [fits], dict.fromkeys(fits, block), level=LEVEL)
+        rows += [[block, *explored_row(*pair)] for pair in zip(contrasts, judgements)]
+    title = ("Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them "
+             "(bits per byte)")
+    header = ["block", "comparison", "difference", "bar", "p, corrected", "judged seeds"]
+    return title, header, rows
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-023
 def compare_length(
@@ -489,7 +526,7 @@ def about_length(record: dict) -> str:
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-025
 def compare_vision(record: dict) -> list:
-    "Compare top-1 accuracy with Mamba's scan in the same model; records with judged seeds are judged at once."
+    "Compare top-1 accuracy with Mamba's scan in the same model."
     top1, rate = record["results"]["top1"], record["settings"]["lr"]
     if record["settings"].get("judged"):
         return vision_at_one_rate(record)
@@ -499,14 +536,17 @@ def compare_vision(record: dict) -> list:
 
 def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
     "Judge top-1 accuracies at the one learning rate of a run."
-    outcomes = {NAMES[name]: [100 * share for share in shares]
-                for name, shares in record["results"]["top1"].items() if not name.startswith("deit")}
-    contrasts = [
-        Contrast(f"{name} as good as Mamba, at one rate for all", ((name, 1), ("Mamba", -1)), "as good", "points",
-                 MARGINS["points"])
-        for name in ("diagonal", "exact") if {name, "Mamba"} <= outcomes.keys()]
+    scans = ("longhorn", "longhorn_exact", "mamba")
+    shares = {name: shares for name, shares in record["results"]["top1"].items() if name in scans}
+    outcomes = {NAMES[name]: [100 * share for share in each] for name, each in shares.items()}
+    contrasts = []
+    for name in ("diagonal", "exact"):
+        if {name, "Mamba"} <= outcomes.keys():
+            label = f"{name} as good as Mamba, at one rate for all"
+            weights = (name, 1), ("Mamba", -1)
+            contrasts.append(Contrast(label, weights, "as good", "points", MARGINS["points"]))
     looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, record["settings"]["judged"]))
-    return judge_contrasts(contrasts, looks, dict.fromkeys(outcomes, "vision"), missing)
+    return contrast_rows(contrasts, looks, dict.fromkeys(outcomes, "vision"), missing)
 
 def about_vision(record: dict) -> str:
     "Describe the data, the models and their training."
@@ -531,11 +571,11 @@ def untraced(record: dict, *forms: str) -> str: # forms: of `kernel_times`
     if not others:
         return ""
     versions = "" if all(form.endswith("_again") for form in others) else "versions, "
-    return (f"the CUDA code was timed apart, and its times have no {versions}commit, spread or raw log; "
-            "nothing in the repository runs that code")
+    return (f"the CUDA code was timed apart, and its times have no {versions}commit, spread or raw "
+            "log; nothing in the repository runs that code")
 
 def compare_times(record: dict, rows: tuple) -> list[tuple[Comparison, Judgement]]:
-    "Return how many times as fast the second form is, at three shapes; `why` names what a time lacks."
+    "Return how many times as fast the second form is, at three shapes, and what a time lacks."
     found = []
     for label, slow, fast, least, published in rows:
         ratios = tuple(a / b for a, b in zip(kernel_times(record, slow), kernel_times(record, fast)))

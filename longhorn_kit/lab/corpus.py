@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 import numpy as np
-from longhorn_kit.lab.data import (
-    VAL_PART, embedded_corpus_hash, get_tokenizer, holds_whole, hub_name, load_documents, matching_files, pieces_of,
-    stdlib_files)
+from .data import (
+    VAL_PART, CharTokenizer, embedded_corpus_hash, fingerprint, get_tokenizer, holds_whole, hub_name, load_documents,
+    matching_files, pieces_of, read_characters, stdlib_files)
 from ..records import (
-    atomic_path, beside, cannot_write, discard, exclusive_lock, progress, put_in_place, read_json, read_record,
-    write_json, write_record)
+    atomic_path, beside, cannot_write, discard, exclusive_lock, plural, progress, put_in_place, read_json, read_record,
+    remove_leftovers, write_json, write_record)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-007
 PARTS = ("train", "val")
@@ -144,8 +144,9 @@ class CorpusBuilder:
 
     def room(self):
         "Return the path of a new piece, in an empty folder of this process."
-        folder = beside(self.path.with_name("piece"))
-        discard(folder)
+        piece = self.path.with_name("piece")
+        remove_leftovers(piece) # also of this process
+        folder = beside(piece)
         folder.mkdir()
         return folder / "text.arrow"
 
@@ -224,7 +225,8 @@ def place(partial_folder, folder, alone): # alone: no other process can write to
         return put_in_place(partial_folder, folder)
     with atomic_path(folder) as copy:
         shutil.copytree(partial_folder, copy)
-        check_files(copy, read_record(copy / "index.json"))
+        index, paths = read_record(copy / "index.json"), [copy / f"{part}.bin" for part in PARTS]
+        check_tokens(copy, index, mapped_parts(copy, index), paths, "prepare it again", verify=True)
 
 def make_corpus(folder, known, *parts): # known() returns the facts of the source; parts: for `write_corpus`
     "Prepare a corpus, or resume an earlier attempt; `folder` appears when it is complete."
@@ -257,23 +259,52 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
                 discard(partial_folder)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-025
-def check_files(folder, index):
-    "Raise ValueError for a file that does not match the index; list the good files in `checked.json`."
-    known, files, remedy = {}, {}, f"delete the folder {folder} and prepare it again"
-    with suppress(OSError, TypeError, ValueError): # otherwise both files are checked again
-        known |= read_json(folder / "checked.json")
+IN_FULL = "checked in full"
+SAMPLED = "checked by size and samples (longhorn prepare SOURCE --verify reads it all)"
+
+def again(folder):
+    "Return the remedy for a damaged corpus."
+    return f"delete the folder {folder} and prepare it again"
+
+def mapped_parts(folder, index):
+    "Return the tokens of both parts, mapped; ValueError if a file has the wrong size."
+    parts = []
     for part in PARTS:
         path, length = folder / f"{part}.bin", index[part]["tokens"] * np.dtype(index["dtype"]).itemsize
         if not path.is_file() or path.stat().st_size != length:
-            raise ValueError(f"{path} is missing or has the wrong size; {remedy}")
-        files[path.name] = f"{length} {path.stat().st_mtime_ns}"
-        if known.get(path.name) != files[path.name]:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != index[part]["sha256"]:
-                    raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
-    if files != known:
+            raise ValueError(f"{path} is missing or has the wrong size; {again(folder)}")
+        parts.append(np.memmap(path, np.dtype(index["dtype"]), mode="r"))
+    return parts
+
+def check_tokens(folder, index, parts, paths, remedy, verify=False): # parts, paths: of both parts
+    "Compare tokens with the index or with earlier samples, and return how; ValueError if damaged."
+    known, stamps, ways = {}, {}, []
+    with suppress(OSError, TypeError, ValueError): # otherwise both parts are checked in full
+        known |= read_json(folder / "checked.json")
+    starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0) # bytes of the file
+    for part, tokens, path, start in zip(PARTS, parts, paths, starts):
+        stamp = {"bytes": path.stat().st_size, "date": path.stat().st_mtime_ns, "sample": fingerprint(tokens)}
+        stamps[part] = stamp
+        if known.get(part) == stamp and not verify:
+            ways.append(SAMPLED)
+            continue
+        if stretch_sha256(path, start, tokens.nbytes) != index[part]["sha256"]:
+            raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
+        ways.append(IN_FULL)
+    if IN_FULL in ways:
         with suppress(OSError): # if the folder is read-only
-            write_json(folder / "checked.json", files)
+            write_json(folder / "checked.json", stamps)
+    return SAMPLED if SAMPLED in ways else IN_FULL
+
+def stretch_sha256(path, start, size): # bytes
+    "Return the SHA-256 of a stretch of a file."
+    digest = hashlib.sha256() # not of mapped tokens: reading a broken disk raises an OSError
+    with open(path, "rb") as file:
+        file.seek(start)
+        while size > 0 and (block := file.read(min(size, 1 << 23))):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-026
 @dataclass
@@ -284,6 +315,12 @@ class Corpus:
     tokenizer: object # converts text to ids and back
     train: np.ndarray # (M,) tokens to train on
     val: np.ndarray   # (M,) held-out tokens
+    checked: str = "" # how the tokens were checked when they were opened
+
+    def described(self) -> str:
+        "Describe the tokens: their number, tokenizer and check."
+        tokens = plural(len(self.train), "token")
+        return f"{tokens} of {self.tokenizer.name} to train on, {self.checked}"
 
     def bits_per_byte(self, nats: float) -> float: # nats: loss per held-out token
         "Return the loss in bits per byte, which is comparable between tokenizers."
@@ -293,27 +330,28 @@ class Corpus:
 def tokenizer_hash(tokenizer):
     "Return the tokenizer's name and a hash of its merge table."
     ranks = sorted(tokenizer.encoding._mergeable_ranks.items()) if hasattr(tokenizer, "encoding") else []
+    ranks = getattr(tokenizer, "characters", ranks)
     return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
-def open_corpus(folder, tokenizer):
+def open_corpus(folder, tokenizer, verify=False):
     "Return the `Corpus` of a prepared folder; ValueError names the first bad file."
     index = read_record(folder / "index.json")
     if index["tokenizer_hash"] != tokenizer_hash(tokenizer):
         raise ValueError(f"{folder} holds tokens of {index['tokenizer_hash']}; the tokenizer that was named is "
                          f"{tokenizer_hash(tokenizer)}")
-    check_files(folder, index)
-    arrays = (np.memmap(folder / f"{part}.bin", np.dtype(index["dtype"]), mode="r") for part in PARTS)
-    return Corpus(folder, index, tokenizer, *arrays)
+    parts, paths = mapped_parts(folder, index), [folder / f"{part}.bin" for part in PARTS]
+    checked = check_tokens(folder, index, parts, paths, again(folder), verify)
+    return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-029
 def bin_files(source, val=None): # source: FOLDER or FOLDER/train.bin
     "Return the files of nanoGPT, [train] or [train, val]; [] for other sources."
     folder = Path(source).expanduser()
     path = folder / "train.bin" if folder.is_dir() else folder
-    if path.suffix != ".bin" or not path.is_file():
+    if path.suffix.lower() != ".bin" or not path.is_file():
         return []
     held_out = Path(val).expanduser() if val else path.with_name("val.bin")
-    if val and (held_out.suffix != ".bin" or not held_out.is_file() or (folder / "index.json").is_file()):
+    if val and (held_out.suffix.lower() != ".bin" or not held_out.is_file() or (folder / "index.json").is_file()):
         raise ValueError(f"{val} cannot be the held-out part of {source}; only a train.bin takes one, a .bin file")
     return [path, held_out] if val or path.name == "train.bin" and held_out.is_file() else [path]
 
@@ -321,32 +359,65 @@ def mapped(files, fraction): # files: from `bin_files`
     "Return nanoGPT's tokens (train, val), mapped."
     for path in files:
         if path.stat().st_size % 2 or path.stat().st_size < 4:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, but a token has 2: it was cut off; "
-                             "copy it again")
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, but a token has 2: it was cut off, or holds "
+                             "integers of another width; copy it again, or write it as np.uint16")
     tokens = [np.memmap(path, "<u2", mode="r") for path in files]
     cut = len(tokens[0]) - max(1, round(len(tokens[0]) * fraction))
     return tokens if len(tokens) == 2 else [tokens[0][:cut], tokens[0][cut:]]
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-030
-def counted(path, tokens, tokenizer):
-    "Return the index entry of a file of tokens; ValueError if a token is outside the vocabulary."
-    digest, counts = hashlib.sha256(), np.zeros(1 << 16, np.int64)
-    for start in range(0, len(tokens), 1 << 22):
-        digest.update(np.ascontiguousarray(tokens[start:start + (1 << 22)]))
-        counts += np.bincount(tokens[start:start + (1 << 22)], minlength=1 << 16)
+def bin_tokenizer(files, name):
+    "Return the tokenizer of nanoGPT's files: their table, or the named one; ValueError if it cannot be theirs."
+    metas = [path.with_name("meta.pkl") for path in files]
+    tables = [read_characters(meta) for meta in metas if meta.is_file()]
+    if not tables:
+        return get_tokenizer(name)
+    meta, (size, characters) = metas[0], tables[0]
+    if len(tables) < len(files) or any(table != tables[0] for table in tables):
+        raise ValueError(f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them")
+    tokenizer = CharTokenizer(characters) if characters and name == "bytes" else get_tokenizer(name)
+    if characters and getattr(tokenizer, "characters", None) != characters:
+        raise ValueError(f"{meta} has a table of {size} characters; the tokenizer that was named is "
+                         f"{name}, and the right one is chars:{meta.parent}")
+    if size and size != tokenizer.vocab_size:
+        raise ValueError(f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer "
+                         f"{tokenizer.name} has {tokenizer.vocab_size}; name the one that they were made with")
+    return tokenizer
+
+def counted(path, tokens, tokenizer, start): # start: first byte of the tokens in the file
+    "Return the index entry of a file of tokens; ValueError for ids outside the vocabulary or of another width."
+    counts = np.zeros(1 << 16, np.int64)
+    even = odd = False # does a place of this kind hold anything but 0?
+    for first in range(0, len(tokens), 1 << 22):
+        block = tokens[first:first + (1 << 22)]
+        counts += np.bincount(block, minlength=1 << 16)
+        even = even or bool(block[0::2].any())
+        odd = odd or bool(block[1::2].any())
+    if even != odd and len(tokens) >= 16:
+        raise ValueError(f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; "
+                         "write them as np.uint16")
     if (most := np.flatnonzero(counts)[-1]) >= tokenizer.vocab_size:
         raise ValueError(f"{path} holds token {most}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size}; "
                          "name the tokenizer that it was made with")
     size = int(counts[:tokenizer.vocab_size] @ tokenizer.sizes)
-    return {"tokens": len(tokens), "bytes": size, "documents": int(counts[tokenizer.end]), "sha256": digest.hexdigest()}
+    documents = 1 if tokenizer.end is None else int(counts[tokenizer.end])
+    return {"tokens": len(tokens), "bytes": size, "documents": documents,
+            "sha256": stretch_sha256(path, start, tokens.nbytes)}
 
-def open_bins(files, folder, tokenizer, about, fraction):
+def open_bins(files, folder, tokenizer, about, fraction, verify=False):
     "Return the `Corpus` of nanoGPT's files, which are used in place."
     parts = mapped(files, fraction)
     if not (folder / "index.json").exists():
-        entries = {part: counted(file, tokens, tokenizer) for part, file, tokens in zip(PARTS, files * 2, parts)}
+        starts = (0, 0 if len(files) == 2 else parts[0].nbytes)
+        entries = {part: counted(file, tokens, tokenizer, start)
+                   for part, file, tokens, start in zip(PARTS, files * 2, parts, starts)}
         write_index(folder, about | {"dtype": "<u2", "whole_documents": None}, entries)
-    return Corpus(folder, read_record(folder / "index.json"), tokenizer, *parts)
+    index = read_record(folder / "index.json")
+    remedy = f"copy it again, and delete the folder {folder}"
+    checked = check_tokens(folder, index, parts, files * 2, remedy, verify)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{files[0]}: read as ids of the tokenizer {tokenizer.name}", file=sys.stderr)
+    return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-032
 def known_by(source, bins=()): # bins: from `bin_files`
@@ -377,7 +448,7 @@ def check_settings(source, val, bins, fraction, column, **counts):
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
     source: str | Path = "stdlib", # or files, a prepared folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
-    tokenizer: str = "bytes", # "bytes", "gpt2" or "gpt2:FOLDER"
+    tokenizer: str = "bytes", # "bytes", "gpt2", "gpt2:FOLDER" or "chars:FOLDER"
     val: str | Path | None = None, # source of the held-out part; by default a share of `source`
     fraction: float = VAL_PART, # the held-out share
     limit: int | None = None, # number of documents to use
@@ -385,13 +456,17 @@ def prepare(
     tokens: int | None = None, # stop after the document that reaches so many to train on; a cached stream is used whole
     workers: int | None = None, # processes that tokenise; None: one per core
     text_column: str = "text", # column of records; "text" also finds "content"
+    verify: bool = False, # compare all tokens with their SHA-256, not only samples
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
     check_settings(source, val, bins, fraction, text_column, limit=limit, tokens=tokens, workers=workers)
-    encoder, stages = get_tokenizer(tokenizer), [(source, None, text_column)]
+    encoder = bin_tokenizer(bins, tokenizer) if bins else get_tokenizer(tokenizer)
+    stages = [(source, None, text_column)]
     if (Path(source).expanduser() / "index.json").is_file():
-        return open_corpus(Path(source).expanduser(), encoder)
+        return open_corpus(Path(source).expanduser(), encoder, verify)
+    if encoder.end is None and not bins:
+        raise ValueError(f"the tokenizer {tokenizer} has no end mark, so it cannot prepare text; use bytes or gpt2")
     if val is not None:
         stages = [(source, "train", text_column), (val, "val", text_column)]
     known = (lambda: known_by(source, bins)) if bins else lambda: [known_by(name) for name, *_ in stages]
@@ -408,8 +483,8 @@ def prepare(
     about |= {"column": text_column, "known_by": key, "tokenizer_hash": tokenizer_hash(encoder),
               "tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.str}
     if bins:
-        return open_bins(bins, folder, encoder, about, fraction)
+        return open_bins(bins, folder, encoder, about, fraction, verify)
     if not (folder / "index.json").exists():
         from joblib import cpu_count # cores that this process may use
         make_corpus(folder, known, stages, encoder, about, workers or cpu_count())
-    return open_corpus(folder, encoder)
+    return open_corpus(folder, encoder, verify)

@@ -10,7 +10,7 @@ __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEW
            'summarize']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
-import hashlib, math
+import hashlib, json, math
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -35,7 +35,7 @@ from .presets import LM_PRESETS, LMPreset, override
 from .run import Experiment, Results
 from .recipe import TrainConfig
 from ..models import SequenceLM
-from ..records import check_ranges, read_json, read_record, to_plain, write_json
+from ..records import atomic_file, check_ranges, read_json, read_record
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()
@@ -334,9 +334,11 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
         about = {"tokenizer": texts.corpus.tokenizer.name, "tokens": tokens_hash(texts.corpus),
                  "text": {name: len(tokens) for name, (tokens, _) in texts.domains.items()}}
         settings = shared | origin | about
-        path, places = results.job_folder(settings) / "places.json", to_plain({"model": place, "data": config.data})
+        path = results.job_folder(settings) / "places.json"
+        places = {"model": place, "data": config.data}
         if not path.exists() or read_json(path) != places:
-            write_json(path, places)
+            with atomic_file(path) as file: # not `write_json`: the job needs full paths
+                file.write(json.dumps(places) + "\n")
         yield settings
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057

@@ -37,7 +37,7 @@ def make_step(model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.
     device, weights = next(model.parameters()).device, list(model.parameters())
     on_gpu = device.type == "cuda"
     rate = torch.tensor(lr, device=device) if on_gpu else lr # a graph reads a tensor
-    optimizer = torch.optim.AdamW(groups, rate, betas, fused=on_gpu, capturable=on_gpu)
+    optimizer = torch.optim.AdamW(groups, rate, betas, fused=True, capturable=on_gpu)
 
     def step():
         optimizer.zero_grad(set_to_none=True)

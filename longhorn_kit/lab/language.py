@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n03
-from .compare import judged_seeds
+from .compare import own_seeds
 from .data import Sampler
 from .language_training import Texts, fit, held_out_losses, new_model, open_texts, source_of
 from .presets import LM_PRESETS, LMPreset, model_config, override
@@ -38,6 +38,7 @@ LAPTOP = ("longhorn_exact", "longhorn", "mamba", "attention")
 PUBLISHED = ("longhorn", "mamba", "attention", "gla") # in the paper's table
 
 ALL = MAIN + SECOND + OTHERS
+MORE = {"place": True} # of a setting that adds runs and changes none
 
 def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS) -> tuple: # ((mixer, seed), ...)
     "Return three seeds of `main`, two of `second`, one of `others`."
@@ -48,10 +49,10 @@ def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS)
 @dataclass(frozen=True)
 class Language(LMPreset):
     "One scale of the experiment."
-    runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), the most telling first; without `judged`
-    judged: int = field(default=0, metadata={"place": True}) # seeds of each of `models`; a verdict needs 4, 8 or 16
-    models: tuple[str, ...] = field(default=LAPTOP, metadata={"place": True}) # only with `judged`
-    passes: float = field(default=1.0, metadata={"place": True}) # over the text, with `judged`; up to 1: `tokens` at most
+    runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), in order; without `judged`
+    judged: int = field(default=0, metadata=MORE) # seeds per model; a verdict needs 4, 8 or 16
+    models: tuple[str, ...] = field(default=LAPTOP, metadata=MORE) # only with `judged`
+    passes: float = field(default=1.0, metadata=MORE) # with `judged`; up to 1: `tokens` at most
     tokens: int = 0          # for every run; 0: as in the recipe
     evaluations: int = 16    # per run; only with `tokens`
     baselines: bool = False  # measure trigram counts and xz too, on bytes
@@ -62,8 +63,8 @@ class Language(LMPreset):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf), lengths=(1, math.inf),
-                     judged=(0, LOOKS[-1]), passes=(1e-6, 1e6))
+        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf),
+                     lengths=(1, math.inf), judged=(0, LOOKS[-1]), passes=(1e-6, 1e6))
         if unknown := [mixer for mixer in self.models if mixer not in ALL]:
             raise ValueError(f"{unknown[0]!r} has no judged seeds; there are: {', '.join(ALL)}")
         for mixer, seed in chosen_runs(self): # ValueError for an unknown mixer or a negative seed
@@ -76,7 +77,7 @@ def chosen_runs(config: Language) -> tuple: # ((mixer, seed), ...)
     "Return the runs of a scale: its list, or the judged seeds of its models, seed by seed."
     if not config.judged:
         return config.runs
-    seeds = {mixer: judged_seeds(ALL.index(mixer) + 1, config.judged) for mixer in config.models}
+    seeds = {mixer: own_seeds(ALL.index(mixer) + 1, config.judged) for mixer in config.models}
     return tuple((mixer, seeds[mixer][i]) for i in range(config.judged) for mixer in config.models)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-027
@@ -89,10 +90,11 @@ PRESETS = {
                        lengths=(128, 512, 2048, 8192)),
     "gpu": scale_of(override(LM_PRESETS["small"], compile=True), tokens=160_000_000, judged=LOOKS[0],
                     models=PUBLISHED, gpu=True),
-    "paper": scale_of(LM_PRESETS["owt-120m"], tokens=2_457_600_000, judged=LOOKS[0], models=PUBLISHED, gpu=True)}
+    "paper": scale_of(LM_PRESETS["owt-120m"], tokens=2_457_600_000, judged=LOOKS[0],
+                      models=PUBLISHED, gpu=True)}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
-def recipe_of(config: Language, unique: int = 0) -> TrainConfig: # unique: tokens of the text, if they are known
+def recipe_of(config: Language, unique: int = 0) -> TrainConfig: # unique: tokens of the text
     "Return the recipe: steps follow from tokens, an eighth are warm-up."
     recipe, tokens = config.train, config.tokens
     if not tokens: return recipe
@@ -127,7 +129,8 @@ def jobs(config: Language, results: Results):
         file.write(json.dumps({"text": source, "speed": speed}))
     model = {name: getattr(config, name) for name in SIZES} | {"tokenizer": texts.corpus.tokenizer.name}
     asked = {"prompt": config.prompt, "sample": config.sample, "lengths": list(config.lengths), "gpu": config.gpu}
-    first = config.runs[0][1] if config.runs else config.train.seed # its windows are those that baselines read
+    # baselines read the windows of the first run
+    first = config.runs[0][1] if config.runs else config.train.seed
     for mixer, seed in (*chosen_runs(config), *[("baselines", first)] * config.baselines):
         preset = model | {"train": recipe | {"seed": seed}}
         yield {"mixer": mixer, "seed": seed, "text": texts.summary(), "preset": preset} | asked
@@ -174,7 +177,7 @@ def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
-    "Return the text, the finished runs and the baselines; of judged models, those of earlier calls too."
+    "Return the text, the finished runs (judged models of earlier calls too) and the baselines."
     runs, levels = [], {}
     known = replace(config, models=ALL, judged=LOOKS[-1]) if config.judged else config
     for settings in jobs(known, results):

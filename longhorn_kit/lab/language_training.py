@@ -16,7 +16,7 @@ import torch
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n05
 from .corpus import Corpus, prepare
-from .data import VAL_PART, file_documents, matching_files
+from .data import VAL_PART, CharTokenizer, file_documents, matching_files
 from .presets import LMPreset, find_preset, model_config, override
 from .processes import check_launcher, check_memory, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
@@ -25,7 +25,7 @@ from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
-from ..records import atomic_file, check_same_settings, read_json, read_record, to_plain
+from ..records import atomic_file, check_same_settings, digest_of, read_json, read_record, to_plain
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-008
 def stretches(tokens, total: int | None) -> np.ndarray:
@@ -115,13 +115,21 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         return SequenceLM(config)
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n16
-def save_lm(model: SequenceLM, tokenizer: str, folder: str | Path) -> None: # tokenizer: its name
-    "Write weights, config and tokenizer name, as `longhorn generate FOLDER` reads them."
+def save_lm(
+    model: SequenceLM,
+    tokenizer: str | CharTokenizer, # a name, or a table of characters
+    folder: str | Path,
+) -> None:
+    "Write weights, config and tokenizer, as `longhorn generate FOLDER` reads them."
+    if isinstance(tokenizer, CharTokenizer):
+        about = {"tokenizer": tokenizer.name, "characters": tokenizer.characters}
+    else:
+        kind, _, place = tokenizer.partition(":")
+        name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
+        about = {"tokenizer": name}
+    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_record` would shorten the path
+        file.write(json.dumps(about | {"sha256": digest_of(about)}) + "\n")
     model.save_pretrained(folder)
-    kind, _, place = tokenizer.partition(":")
-    name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
-    with atomic_file(Path(folder) / "tokenizer.json") as file: # not with a relative path
-        file.write(json.dumps({"tokenizer": name}) + "\n")
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-017
 def gather_full_model(model: SequenceLM) -> SequenceLM:
@@ -172,7 +180,10 @@ def fit(
     result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
     model = gather_full_model(model)
     if is_main_process():
-        save_lm(model, preset.tokenizer, out or Path(folder) / "model")
+        tokenizer = preset.tokenizer # with the vocabulary's folder
+        if isinstance(corpus.tokenizer, CharTokenizer):
+            tokenizer = corpus.tokenizer
+        save_lm(model, tokenizer, out or Path(folder) / "model")
     bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
@@ -202,13 +213,19 @@ def train_lm(
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
         corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)
+        if is_main_process():
+            print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
     _, result = fit(chosen, mixer, corpus, out)
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
               f"held-out {result['bits_per_byte']:.3f} bits per byte")
-        print(f"saved in {saved}; try: longhorn generate {shlex.quote(str(saved))} --prompt 'The '")
+        prompt = "The "
+        if isinstance(corpus.tokenizer, CharTokenizer): # its table may lack a T
+            prompt = corpus.tokenizer.decode(corpus.val[:4])
+        command = shlex.join(["longhorn", "generate", str(saved), "--prompt", prompt])
+        print(f"saved in {saved}; try: {command}")
     return result
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-083
@@ -226,7 +243,9 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # folder: of 
         known = read_json(path)
         if not isinstance(known, dict) or "tokenizer" not in known:
             raise ValueError(f"{path} names no tokenizer; name one with --tokenizer")
-        return known["tokenizer"]
+        if known.get("sha256", digest := digest_of(known)) != digest:
+            raise ValueError(f"{path} is damaged; restore it or save the model again")
+        return f"chars:{folder}" if known["tokenizer"] == "chars" else known["tokenizer"]
     if vocab_size == 256:
         return "bytes"
     raise ValueError(f"{folder} names no tokenizer for its {vocab_size} tokens; name one with --tokenizer")

@@ -82,7 +82,8 @@ def _rows_of_file(
     try:
         record = load_record(path, source)
         scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
-        command = (source not in claim.also and claim.commands.get(scale)) or rerun_command(source, scale, record)
+        command = "" if source in claim.also else claim.commands.get(scale, "")
+        command = command or rerun_command(source, scale, record)
         found = read_outcomes(claim, record)
         _, describe = claims.readers(claim)[source]
         about = describe(record) if describe else ""
@@ -126,7 +127,7 @@ def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/r
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-093
 def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
-    "Return every row of one claim; a single \"not run\" if nothing is known, \"no code\" if no code judges it."
+    "Return every row of one claim; if nothing is known, one that says \"not run\" or \"no code\"."
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
     rows += [Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()]
@@ -134,9 +135,13 @@ def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     for scale in SCALES:
         if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
-            rows.append(Row(claim, judgement=_missing(claim, _cost(claim, scale)), scale=scale, command=command))
-    why = "not run here; what was recorded is in the repository" if claim.has_code else "no code runs or judges it"
-    return rows or [Row(claim, judgement=_missing(claim, why))]
+            judgement = _missing(claim, _cost(claim, scale))
+            rows.append(Row(claim, judgement=judgement, scale=scale, command=command))
+    if rows:
+        return rows
+    elsewhere = "not run here; what was recorded is in the repository"
+    why = elsewhere if claim.has_code else "no code runs or judges it"
+    return [Row(claim, judgement=_missing(claim, why))]
 
 def _missing(claim, why):
     "Return the judgement of a claim without evidence."

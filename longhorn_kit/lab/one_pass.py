@@ -23,8 +23,8 @@ from .fit import fit
 from .language import state_numbers
 from .language_training import Texts, new_model, open_texts
 from .looks import (
-    ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks, common_place, loss_of, looks_hash,
-    planned_models, rate_at, stage_of)
+    AFTER_THE_PLAN, ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks,
+    common_place, loss_of, looks_hash, planned_models, rate_at, stage_of)
 from .measures import measure_run, save_arrays
 from .plan import RATES, RECIPE
 from .recipe import compile_blocks, evaluate
@@ -36,7 +36,7 @@ from ..records import atomic_file, check_ranges, read_json
 from ..scan.fla import fla_function
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-022
-EVERYTHING = tuple(pool for pool in POOLS if pool not in ("laptop", "reruns"))
+EVERYTHING = tuple(pool for pool in POOLS if pool not in {"laptop", "reruns"} | AFTER_THE_PLAN)
 
 @dataclass(frozen=True)
 class OnePass:
@@ -238,10 +238,10 @@ def search_of(job: Callable, model: Seeded, config: OnePass, results: Results) -
             return search
         losses = losses | {asked: loss_of(row) for asked, row in rows.items()}
 
-def judged_runs(job: Callable, place: float | None, model: Seeded, results: Results) -> list[dict]:
+def finished_runs(job: Callable, place: float | None, model: Seeded, results: Results) -> list[dict]:
     "Return the finished judged runs of a model at one rate, up to the first that is missing."
     runs = []
-    for seed in model.judged_seeds(LOOKS[-1]) if place is not None else ():
+    for seed in model.seeds_to_judge(LOOKS[-1]) if place is not None else ():
         row = results.get(job(place, seed))
         if row is None:
             break
@@ -271,13 +271,13 @@ def entry_of(model: Seeded, group: str, job: Callable, config: OnePass, results:
     first = search.seeds[0]
     facts = {name: results.get(job(runs[0]["place"], first))[name] for name in FACTS} if runs else {}
     return {"name": model.name, "mixer": model.mixer, "place": search.best, "lr": lr, "why": search.why,
-            "search": runs, "runs": judged_runs(job, search.best, model, results), "common": None, "one_rate": [],
+            "search": runs, "runs": finished_runs(job, search.best, model, results), "common": None, "one_rate": [],
             "bracket": {str(run["lr"]): run["bits_per_byte"] for run in runs if run["seed"] == first},
             "bracket_seconds": sum(run["seconds"] for run in runs), **facts}, search
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048-state
 class State:
-    "What is known of all models of a run, as far as its jobs are done."
+    "The models of a run, as far as its jobs are done."
 
     def __init__(self, config: OnePass, results: Results):
         self.config = config
@@ -322,7 +322,7 @@ class State:
             name = entry["name"]
             entry["common"] = place
             if place is not None and place != entry["place"]:
-                entry["one_rate"] = judged_runs(self.job[name], place, self.planned[name], self.results)
+                entry["one_rate"] = finished_runs(self.job[name], place, self.planned[name], self.results)
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-050
 def stage_jobs(state: State, stage: int, family: str) -> Iterator[dict]:
@@ -332,16 +332,16 @@ def stage_jobs(state: State, stage: int, family: str) -> Iterator[dict]:
     for pool, models in looks.pools.items():
         for entry in models if own and stage_of(pool) == stage else ():
             yield from (state.job[entry["name"]](*asked) for asked in state.searches[entry["name"]].asked)
-            yield from judged_jobs(state, entry, family, LOOKS[0])
+            yield from seed_jobs(state, entry, family, LOOKS[0])
     yield from () if own else state.missing
     for count in LOOKS:
         for name, entry in looks.models.items():
-            yield from judged_jobs(state, entry, family, min(count, looks.needs[name]))
+            yield from seed_jobs(state, entry, family, min(count, looks.needs[name]))
 
-def judged_jobs(state: State, entry: dict, family: str, count: int) -> Iterator[dict]:
+def seed_jobs(state: State, entry: dict, family: str, count: int) -> Iterator[dict]:
     "Yield the jobs of a model's first judged seeds; none before its rate is known."
     place = entry["place"] if family == "best rates" else entry["common"]
-    for seed in state.planned[entry["name"]].judged_seeds(count) if place is not None else ():
+    for seed in state.planned[entry["name"]].seeds_to_judge(count) if place is not None else ():
         yield state.job[entry["name"]](place, seed)
 
 def jobs(config: OnePass, results: Results) -> Iterator[dict]:
@@ -353,7 +353,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
         yield from stage_jobs(state, stage, family)
     if (2, "best rates") in state.looks: # the control of the rule comes last
         for name, count in CONTROL_SEEDS.items():
-            yield from judged_jobs(state, planned_models(state.pools)[name], "best rates", count)
+            yield from seed_jobs(state, planned_models(state.pools)[name], "best rates", count)
     yield from rerun_jobs(state)
 
 def rerun_jobs(state: State) -> list[dict]:

@@ -180,13 +180,23 @@ class RecallModel(nn.Module):
             start = torch.stack([initial(part, shape, generator) for generator in generators])
             self.register_parameter(part, nn.Parameter(start))
 
+    def project(self, keys: Tensor, symbols: Tensor) -> list[Tensor]: # (R,B,T,K), (R,B,T)
+        "Return query, key, value, and the low-rank part of the rates if there are any: (R,BT,size) each."
+        names = [name for name in ("query", "key", "value", "rate_down") if hasattr(self, name)]
+        weights = [getattr(self, name) for name in names]
+        of_key, of_symbol = torch.cat(weights, -1).split([self.config.key_size, self.config.embed], 1)
+        all_symbols = torch.arange(self.config.values + 1, device=symbols.device)
+        one_hot = symbols.flatten(1)[..., None] == all_symbols # `F.one_hot` makes integers of 64 bits
+        token = torch.cat([keys.flatten(1, 2), one_hot.to(keys.dtype)], -1) # (R,BT,K+V+1)
+        projected = token @ torch.cat([of_key, self.embedding @ of_symbol], 1)
+        return list(projected.split([weight.shape[-1] for weight in weights], -1))
+
     def forward(self, keys: Tensor, symbols: Tensor, last: int | None = None) -> Tensor:
         "Return scores (R,B,T,V) of keys (R,B,T,K) and symbols (R,B,T), or only the `last` ones."
-        one_hot = torch.eye(self.config.values + 1, device=symbols.device)[symbols.flatten(1)]
-        token = torch.cat([keys.flatten(1, 2), one_hot @ self.embedding], -1) # (R,BT,K+E)
-        parts = [token @ self.query / math.sqrt(self.config.d_state), token @ self.key, token @ self.value]
-        if hasattr(self, "rate_up"):
-            parts.append(token @ self.rate_down @ self.rate_up + self.rate_bias)
+        q, k, x, *low_rank = self.project(keys, symbols)
+        parts = [q / math.sqrt(self.config.d_state), k, x]
+        if low_rank:
+            parts.append(low_rank[0] @ self.rate_up + self.rate_bias)
         y = self.memory(*(part.unflatten(1, symbols.shape[1:]).flatten(0, 1) for part in parts)) # (RB,T,D)
         y = y[:, -(last or y.shape[1]):].unflatten(0, symbols.shape[:2])
         return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])

@@ -20,8 +20,9 @@ from statistics import mean
 from typing import Any
 
 from ..extras import need
-from ..records import (
-    command_line, commit_of_kit, environment, exclusive_lock, progress, read_record, to_plain, write_record)
+from longhorn_kit.records import (
+    command_line, commit_of_kit, environment, exclusive_lock, in_one_line, progress, read_record, to_plain,
+    write_record)
 
 # %% ../../nbs/machine/run.ipynb #run-006
 @dataclass(frozen=True)
@@ -465,7 +466,7 @@ def collect(job: Any, settings: dict, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{kind}-{number}.txt").write_text(f"{settings}\n{error}\n", encoding="utf-8")
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1] # a cancelled job has no message
-        print(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {reason}", file=sys.stderr)
+        print(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {in_one_line(reason)}", file=sys.stderr)
 
 LOST = ("Lost", "UncompletedJobError", "KilledWorker", "CancelledError", "FutureCancelledError") # submitit's, Dask's
 

@@ -6,7 +6,7 @@
 __all__ = ['train']
 
 # %% ../../nbs/machine/training.ipynb #training-003
-import hashlib, math, socket, sys, time, uuid
+import hashlib, math, socket, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from .recipe import (
 from .trackers import check_tracker, open_tracker
 from ..scan.arguments import documented
 from longhorn_kit.records import (
-    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, write_jsonl,
+    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, warn, write_jsonl,
     write_record)
 
 # %% ../../nbs/machine/training.ipynb #training-012
@@ -197,7 +197,7 @@ def resume_run(run):
                 raise
             problem = problem or error
             if run.accelerator.is_main_process:
-                print(f"longhorn: warning: {error}; going back to the checkpoint before it", file=sys.stderr)
+                warn(f"{error}; going back to the checkpoint before it")
             continue
         run.sampler.load_state_dict(about["sampler"])
         run.step, run.seconds, run.resumed_from, run.history = about["step"], about["seconds"], about["step"], history
@@ -211,7 +211,7 @@ def engine(run):
     "Return how steps are computed, for a record."
     here, config = run.accelerator, run.config
     return dict(processes=here.num_processes, sharding=run.kind, device=here.device.type, precision=config.precision,
-                compile=config.compile, fused_adamw=here.device.type == "cuda",
+                compile=config.compile, fused_adamw=bool(run.optimizer.defaults["fused"]),
                 loss_chunk=getattr(config, "loss_chunk", 0), scan=scan_backend_of(run))
 
 def scan_backend_of(run):
@@ -355,7 +355,7 @@ def finish_run(run):
         compile_blocks(run.bare.model)
     run.model = shard(run.bare, run.kind, run.accelerator)
     run.optimizer = torch.optim.AdamW(parameter_groups(run.bare, config.weight_decay, config.decay), config.lr,
-                                      (config.beta1, config.beta2), fused=device.type == "cuda" or None)
+                                      (config.beta1, config.beta2), fused=device.type in ("cpu", "cuda") or None)
     run.average = Average(run.bare, config.ema) if config.ema else None
     run.saving = Saving(config.async_save, run.accelerator.num_processes)
 

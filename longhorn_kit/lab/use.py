@@ -120,7 +120,7 @@ class Generate:
 def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
     from longhorn_kit.lab import evaluation
-    from longhorn_kit.records import write_json
+    from longhorn_kit.records import readable, write_json
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
     options = {name: getattr(o, name) for name in names}
     try:
@@ -128,7 +128,7 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
             record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
     except evaluation.UnknownTask as error:
         raise UsageError(error) from None
-    print(evaluation.score_table(record), flush=True) # shown even if the file cannot be written
+    print(readable(evaluation.score_table(record)), flush=True) # shown even if the file cannot be written
     print(f"results: {write_json(path, record)}")
 
 # %% ../../nbs/machine/use.ipynb #36_use-017

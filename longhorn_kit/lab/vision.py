@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n03
-from .compare import judged_seeds
+from .compare import own_seeds
 from .fit import fit
 from .run import Experiment, Results
 from .stats import LOOKS
@@ -83,7 +83,8 @@ class Config:
     size: str = "nano_patch2_8"  # of the models, a key of `DEITS`
     data: str = "digits"         # or what `cifar10` reads
     models: tuple = MODELS
-    judged: int = field(default=LOOKS[0], metadata={"place": True}) # seeds of each model; a verdict needs 4, 8 or 16
+    # seeds of each model; a verdict needs 4, 8 or 16
+    judged: int = field(default=LOOKS[0], metadata={"place": True})
     epochs: int = 5              # passes over the training images
     batch_size: int = 32         # images per step
     lr: float = 4e-3             # highest learning rate
@@ -99,7 +100,8 @@ class Config:
     gpu: bool = False            # train on a GPU, in bfloat16, and measure speed and memory there
 
     def __post_init__(self):
-        check_ranges(self, judged=(1, LOOKS[-1]), epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
+        check_ranges(self, judged=(1, LOOKS[-1]))
+        check_ranges(self, epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
                      pad=(0, 32), evaluations=(1, 1000), lr=(1e-12, 1e38), min_lr_ratio=(0, 1),
                      weight_decay=(0, 1e38), clip=(0, 1e38))
         for known, asked in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
@@ -127,13 +129,13 @@ def measurements(config: Config) -> list[dict]:
 
 def seeds_of(config: Config) -> dict[str, list[int]]: # -> model -> seeds of weights and pictures
     "Return the judged seeds of every model, which are its own."
-    return {name: judged_seeds(MODELS.index(name) + 1, config.judged) for name in config.models}
+    return {name: own_seeds(MODELS.index(name) + 1, config.judged) for name in config.models}
 
 def jobs(config: Config, results: Results) -> list[dict]:
     "Return the training runs, seed by seed, then the measurements."
     seeds = seeds_of(config)
-    runs = [training(config, name, seeds[name][i]) for i in range(config.judged) for name in config.models]
-    return runs + measurements(config)
+    turns = product(range(config.judged), config.models)
+    return [training(config, name, seeds[name][i]) for i, name in turns] + measurements(config)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from .memory import bias_apart, wide, with_product
-from .mixer import Device, Dtype, Mixer, ScanMixer, check_number, check_sizes, register_mixer
+from .mixer import Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer
 from ..scan.arguments import check_optional
 from ..scan.op import selective_scan, selective_step
 
@@ -44,8 +44,12 @@ class Mamba(ScanMixer):
         "Return the matrix A (d_inner,N)."
         return -torch.exp(wide(self.A_log))
 
-    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
-        run = lambda dt, bias: selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
+    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, text: TextMask | None = None,
+             **options: Any) -> Any:
+        def run(dt, bias):
+            if text is not None:
+                dt = text.fill(dt, -1e4) # its softplus is zero: a step without time changes nothing
+            return selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
         return with_product(self.dt_proj, dt_low_rank, run)
 
     def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
@@ -67,36 +71,41 @@ class MambaInputA(Mamba):
         return -F.softplus(wide(self.A_proj(x)))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-026
-def _rotary(start: Tensor, steps: int, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # (B or 1,1,steps,half): cosines and sines of the angles of the positions from `start`
-    options = dict(device=start.device, dtype=torch.float32)
-    frequency = base ** (-torch.arange(half, **options) / half)
-    angle = (start[:, None, None, None] + torch.arange(steps, **options)[:, None]) * frequency
+def _rotary(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # (B or 1,T) -> (B or 1,1,T,half): cosines and sines of the angles of the positions
+    frequency = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angle = positions[:, None, :, None].float() * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 @custom_op("longhorn_kit::rotary", mutates_args=())(_rotary).register_fake
-def _(start, steps, half, base, dtype):
-    return tuple(start.new_empty(start.shape[0], 1, steps, half, dtype=dtype) for _ in range(2))
+def _(positions, half, base, dtype):
+    rows, steps = positions.shape
+    return tuple(positions.new_empty(rows, 1, steps, half, dtype=dtype) for _ in range(2))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
-def rotate(x: Tensor, start, base: float = 1e4) -> Tensor: # x (...,B,H,T,P); start: first position, a number or (B,)
+def rotate(
+    x: Tensor, # (...,B,H,T,P)
+    start: int | Tensor, # the first position, a number or (B,), or all positions (B,T)
+    base: float = 1e4,
+) -> Tensor: # like x
     "Turn the pair (i, i + P/2) of every vector by position / base^(2i/P)."
     a, b = x.chunk(2, -1)
-    start = start.reshape(-1) if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
+    positions = start if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
+    if positions.dim() < 2:
+        positions = positions.reshape(-1, 1) + torch.arange(x.shape[-2], device=x.device)
     tables = torch.ops.longhorn_kit.rotary.default if torch.compiler.is_compiling() else _rotary
-    cos, sin = tables(start, x.shape[-2], a.shape[-1], base, x.dtype)
+    cos, sin = tables(positions, a.shape[-1], base, x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-030
-def mask_options(steps, past, device=None, padding=None) -> dict: # padding (B,): columns before each text
+def mask_options(steps, past, device=None, text=None) -> dict: # text (B,past+steps) bool; None: all columns
     "Return the causal mask for `steps` queries after `past` keys, as `scaled_dot_product_attention` takes it."
-    if padding is None and (not past or steps == 1):
+    if text is None and (not past or steps == 1):
         return {"is_causal": not past}
     mask = torch.ones(steps, past + steps, dtype=torch.bool, device=device).tril(past)
-    if padding is None:
+    if text is None:
         return {"attn_mask": mask}
-    text = torch.arange(past + steps, device=device) >= padding[:, None]
     itself = mask & ~mask.tril(past - 1) # padding sees itself: a softmax over nothing is NaN
     return {"attn_mask": (mask & text[:, None] | itself)[:, None]}
 
@@ -107,10 +116,10 @@ class AttentionCache(NamedTuple):
     v: Tensor # (B,H,T,P) values
 
 class PaddedCache(NamedTuple):
-    "Keys and values of texts that start in different columns."
+    "Keys and values of padded texts."
     k: Tensor
     v: Tensor
-    padding: Tensor # (B,) columns before each text, which are masked
+    text: Tensor # (B,T) bool: the columns that are not padding
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-034
 def default_heads(d_model: int) -> int:
@@ -119,6 +128,17 @@ def default_heads(d_model: int) -> int:
     if not sizes:
         raise ValueError(f"d_model is {d_model}; rotary positions need an even size")
     return d_model // min(sizes, key=lambda size: abs(math.log(size / 64)))
+
+def text_columns(x, past, known, text) -> tuple: # x (B,T,D); known (B,past) bool, or None; text: a `TextMask`, or None
+    "Return which columns are text (B,past+T), or None if all are, and the first or all positions of new tokens."
+    if known is None and text is None:
+        return None, past
+    full = lambda steps: torch.ones(x.shape[0], steps, dtype=torch.bool, device=x.device)
+    known = full(past) if known is None else known
+    start = known.sum(1)
+    if text is None:
+        return torch.cat([known, full(x.shape[1])], 1), start
+    return torch.cat([known, text.mask], 1), start[:, None] + text.positions()
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-035
 @register_mixer("attention")
@@ -139,19 +159,20 @@ class Attention(Mixer):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None) -> tuple:
         sizes = x.shape[0], self.n_heads, "T", self.d_model // self.n_heads
         check_optional("cache.k", getattr(cache, "k", cache), sizes)
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
-        (q, k), v = rotate(qkv[:2], past, self.rope_base), qkv[2]
+        columns, positions = text_columns(x, past, getattr(cache, "text", None), text)
+        (q, k), v = rotate(qkv[:2], positions, self.rope_base), qkv[2]
         if past:
             k, v = torch.cat([cache.k.to(k.dtype), k], 2), torch.cat([cache.v.to(v.dtype), v], 2)
-        mask = mask_options(q.shape[2], past, q.device, getattr(cache, "padding", None))
+        mask = mask_options(q.shape[2], past, q.device, columns)
         y = self.out_proj(F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).flatten(2))
         if not keep_cache:
             return y, None
-        return y, AttentionCache(k, v) if cache is None else cache._replace(k=k, v=v)
+        return y, AttentionCache(k, v) if columns is None else PaddedCache(k, v, columns)
 
     def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
                     dtype: torch.dtype | None = None) -> AttentionCache:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
 from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
-from .mixer import CacheSlot, Device, Dtype, build_mixer, check_number, check_sizes, placed
+from .mixer import CacheSlot, Device, Dtype, TextMask, build_mixer, check_number, check_sizes, placed
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -114,11 +114,11 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
     def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None,
-                slot: CacheSlot | None = None) -> Any:
+                slot: CacheSlot | None = None, text: TextMask | None = None) -> Any:
         "Return the stream (..,d_model) after this block; if `y` is still to be added, the pair of stream and next `y`."
         closed, train = y is None, self.training and slot is None
         h, u = (h, self.norm(h)) if closed else self.norm(h, y)
-        y = F.dropout(self.mixer(u, cu_seqlens=cu_seqlens, slot=slot), self.dropout, train)
+        y = F.dropout(self.mixer(u, cu_seqlens=cu_seqlens, slot=slot, text=text), self.dropout, train)
         if self.mlp is not None:
             h, u = self.mlp_norm(h, y)
             y = F.dropout(self.mlp(u), self.dropout, train)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
-from .mixer import Mixer, ScanMixer, check_number, check_sizes, check_stream, register_mixer
+from .mixer import Mixer, ScanMixer, TextMask, check_number, check_sizes, check_stream, register_mixer
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
@@ -56,13 +56,18 @@ class MatrixMixer(Mixer):
         check_tensor("cache.past", cache.past, (rows, *self.past_shape))
         return cache
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False) -> tuple:
-        rows = x.shape[0]
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None) -> tuple:
+        rows, read = x.shape[0], x.shape[1]
         cache = self.empty_cache(rows, x.device, x.dtype) if cache is None else self.check_cache(cache, rows)
-        scan, gate, past = self.inputs(x, cache)
+        if text is None:
+            scan, gate, past = self.inputs(x, cache)
+        else:
+            scan, gate, past = self.inputs(x, cache, text)
+            scan |= {name: text.fill(scan[name]) for name in ("k", "log_decay") if name in scan}
+            read = text.length
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
-        return y, MatrixCache(past, S, cache.position + x.shape[1]) if keep_cache else None
+        return y, MatrixCache(past, S, cache.position + read) if keep_cache else None
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
         x = check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None]
@@ -110,9 +115,10 @@ class RetNet(MatrixMixer):
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
         start_small(self.in_proj.weight, self.keys, self.keys, self.values, self.values)
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
-        turn = lambda t: rotate(self.heads(t).transpose(1, 2), cache.position, self.rope_base).transpose(1, 2)
+        start = cache.position if text is None else cache.position[:, None] + text.positions()
+        turn = lambda t: rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(1, 2)
         decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.n_heads, device=x.device))))
         scan = dict(q=turn(q) * self.d_key**-0.5, k=turn(k), x=self.heads(v))
         return scan | dict(log_decay=decay.expand(*x.shape[:2], -1)), g, cache.past
@@ -135,7 +141,7 @@ class GLA(MatrixMixer):
         self.decay_proj = nn.Sequential(nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, self.keys))
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
         decay = F.logsigmoid(wide(self.decay_proj(x))) / self.temperature
         q, k, v, decay = map(self.heads, (q * self.d_key**-0.5, k, v, decay))
@@ -156,7 +162,7 @@ class HGRN2(MatrixMixer):
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, f, v = self.in_proj(x).split([self.keys, self.keys, self.values], -1)
         k = (1 - self.lower_bound) * torch.sigmoid(-wide(f))
         kept = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(wide(f)) # 1 - k, which could round to 0
@@ -181,8 +187,12 @@ class TokenShift(MatrixMixer):
             nn.init.uniform_(proj.weight, -size * d_model**-0.5, size * d_model**-0.5)
         self.norm = nn.GroupNorm(H, self.values, eps=64e-5)
 
-    def shift(self, x, past):
+    def shift(self, x, past, text=None):
         "Return the token before minus this one (B,T,d_model), and the new past (B,d_model,1)."
+        if text is not None:
+            together = text.together(x)
+            delta, _ = self.shift(together, past)
+            return text.apart(delta), text.last(past, together)
         both = torch.cat([past.mT.to(x.dtype), x], 1)
         return both[:, :-1] - x, both[:, -1:].mT.clone()
 
@@ -211,8 +221,8 @@ class RWKV5(TokenShift):
         place, rate = slow_to_fast(self.n_heads)
         self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
-        delta, past = self.shift(x, cache.past)
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        delta, past = self.shift(x, cache.past, text)
         scan, g = self.project(*((x + delta * mix).to(x.dtype) for mix in self.mix))
         decay = -wide(self.decay).exp().expand(*x.shape[:2], -1)
         bonus = self.bonus[:, None].expand(-1, self.d_key)
@@ -240,8 +250,8 @@ class RWKV6(TokenShift):
         nn.init.uniform_(self.decay_down.weight, -1e-4, 1e-4)
         self.decay_up.bias = nn.Parameter(rate)
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
-        delta, past = self.shift(x, cache.past)
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        delta, past = self.shift(x, cache.past, text)
         low_rank = torch.tanh(self.mix_down(x + delta * self.mix[0])).unflatten(-1, (5, -1))
         mix = torch.einsum("btir,ird->ibtd", low_rank, self.mix_up.to(low_rank.dtype))
         w, *kvrg = ((x + delta * (start + more)).to(x.dtype) for start, more in zip(self.mix[1:], mix))
@@ -260,9 +270,9 @@ class ConvMixer(MatrixMixer):
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=bias)
 
-    def qkv(self, t: Tensor, past: Tensor | None) -> tuple:
+    def qkv(self, t: Tensor, past: Tensor | None, text: TextMask | None = None) -> tuple:
         "Return q, k (B,T,H,N) of length one, x (B,T,H,P) and the new past."
-        t, past = convolve(self.conv1d, t, past, self.past_shape[1] + 1)
+        t, past = convolve(self.conv1d, t, past, self.past_shape[1] + 1, text=text)
         q, k, x = map(self.heads, t.split([self.keys, self.keys, self.values], -1))
         return unit(q) * self.d_key**-0.5, unit(k), x, past
 
@@ -292,10 +302,10 @@ class Mamba2(ConvMixer):
         self.D_skip = nn.Parameter(torch.ones(H))
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
-    def inputs(self, h: Tensor, cache: Any) -> tuple:
+    def inputs(self, h: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         N = self.d_key
         z, xkq, dt = self.in_proj(h).split([self.values, self.values + 2 * N, self.n_heads], -1)
-        xkq, past = convolve(self.conv1d, xkq, cache.past, self.past_shape[1] + 1)
+        xkq, past = convolve(self.conv1d, xkq, cache.past, self.past_shape[1] + 1, text=text)
         x, k, q = xkq.split([self.values, N, N], -1)
         q, k = (t[:, :, None].expand(-1, -1, self.n_heads, -1) for t in (q, k))
         x, dt = self.heads(x), F.softplus(wide(dt) + self.dt_bias)
@@ -318,8 +328,8 @@ class DeltaNet(ConvMixer):
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
-        q, k, v, past = self.qkv(self.in_proj(x), cache.past)
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        q, k, v, past = self.qkv(self.in_proj(x), cache.past, text)
         return dict(q=q, k=k, x=v, beta=self.beta_proj(x).sigmoid()), None, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-050
@@ -341,9 +351,9 @@ class GatedDeltaNet(ConvMixer):
         self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(1e-3, 16).log())
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
-    def inputs(self, x: Tensor, cache: Any) -> tuple:
+    def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         qkv, g = self.in_proj(x).split([2 * self.keys + self.values, self.values], -1)
-        q, k, v, past = self.qkv(qkv, cache.past)
+        q, k, v, past = self.qkv(qkv, cache.past, text)
         beta, dt = wide(self.rate_proj(x)).chunk(2, -1)
         decay = -wide(self.A_log).exp() * F.softplus(dt + self.dt_bias)
         return dict(q=q, k=k, x=v, log_decay=decay, beta=beta.sigmoid()), g, past

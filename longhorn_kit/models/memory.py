@@ -54,8 +54,12 @@ def kernels_run(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
 
 # %% ../../nbs/machine/memory.ipynb #memory-008-b
-def convolve(conv, x, past, width, keep=True, twice=False, **more): # (B,T,D), (B,D,width-1) or None -> the same
-    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain."
+def convolve(conv, x, past, width, keep=True, twice=False, text=None, **more): # (B,T,D), (B,D,width-1) or None -> same
+    "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain; skip what is not `text`."
+    if text is not None:
+        x = text.together(x)
+        y = text.apart(convolve(conv, x, past, width, keep=False, **more)[0])
+        return (y, y) if twice else y, text.last(past, x) if keep else None
     if is_plain(conv):
         out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, twice=twice, **more)
         return out if keep else (out, None)

@@ -14,7 +14,9 @@ from numbers import Integral
 from typing import Any, Callable, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .memory import (
     bias_apart, convolve, convolve_step, halves, is_plain, kernels_run, product_dtype, weight_of, wide, with_product)
@@ -27,6 +29,12 @@ Device = torch.device | str | None
 Dtype = torch.dtype | None
 WIDE = ("A_log", "D_skip", "key_scale") # ends of names
 
+def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    "Convert the parameters in place; those in `WIDE` stay at least float32."
+    for name, parameter in module.named_parameters():
+        least = torch.float32 if name.endswith(WIDE) else dtype
+        parameter.data = parameter.data.to(torch.promote_types(dtype, least))
+
 def placed(cls: type) -> type:
     "Let a class take `device` and `dtype`; the parameters in `WIDE` stay at least float32."
     build = cls.__init__
@@ -34,8 +42,8 @@ def placed(cls: type) -> type:
     def init(self, *args, device=None, dtype=None, **options):
         with nullcontext() if device is None else torch.device(device):
             build(self, *args, **options)
-        for n, p in self.named_parameters() if dtype else ():
-            p.data = p.data.to(torch.promote_types(dtype, torch.float32 if n.endswith(WIDE) else dtype))
+        if dtype:
+            to_dtype(self, dtype)
     cls.__init__ = init
     return cls
 
@@ -88,9 +96,54 @@ class CacheSlot:
     "Carry a cache into a mixer's `forward` (`before`) and out of it (`after`)."
     def __init__(self, before: Any): self.before, self.after = before, before
 
+def pick_columns(x: Tensor, columns: Tensor) -> Tensor: # (B,T,C), (B,S) -> (B,S,C)
+    "Return x at these columns of each row."
+    # `take_along_dim` would fix the sizes of an exported graph
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
+
+class TextMask(NamedTuple):
+    "Which tokens of padded rows are text; a mixer skips the others."
+    mask: Tensor   # (B,T) bool
+    order: Tensor  # (B,T) columns of the text, then the others
+    back: Tensor   # (B,T) the inverse of `order`
+    length: Tensor # (B,) tokens of text
+
+    @classmethod
+    def read(cls, mask: Tensor) -> "TextMask": # (B,T) bool
+        order = (~mask).int().argsort(dim=1, stable=True)
+        return cls(mask, order, order.argsort(1), mask.sum(1))
+
+    def together(self, x: Tensor) -> Tensor: # (B,T,C)
+        "Move the text of each row to its start."
+        return pick_columns(x, self.order)
+
+    def apart(self, y: Tensor) -> Tensor: # (B,T,C)
+        "Undo `together`."
+        return pick_columns(y, self.back)
+
+    def fill(self, t: Tensor, value: float = 0.0) -> Tensor: # (B,T,..)
+        "Replace the values at tokens that are not text."
+        return t.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (t.dim() - 2)), value)
+
+    def positions(self) -> Tensor: # (B,T)
+        "Return the position of each token in its text."
+        return self.mask.cumsum(1) - 1
+
+    def last(self, past: Tensor, x: Tensor) -> Tensor: # (B,C,W), (B,T,C) moved together -> (B,C,W)
+        "Return the last W inputs of each text, which may start in `past`."
+        inputs = torch.cat([past.mT.to(x.dtype), x], 1)
+        columns = self.length[:, None] + torch.arange(past.shape[-1], device=x.device)
+        return pick_columns(inputs, columns).mT.contiguous()
+
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
     "Base of all mixers: `forward` trains, `prefill` and `step` decode."
+    reads_text = False # the methods of a subclass take a `TextMask`
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        methods = [getattr(cls, name, None) for name in ("run", "scan", "inputs")]
+        cls.reads_text = all("text" in inspect.signature(method).parameters for method in methods if callable(method))
 
     def __init__(self, d_model: int):
         check_sizes(d_model=d_model)
@@ -114,8 +167,13 @@ class Mixer(nn.Module, ABC):
         weight = weight_of(self.out_proj)
         return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, slot: CacheSlot | None = None) -> Tensor:
-        "Map (B,T,d_model) to (B,T,d_model), or decode with a slot; bounds (n+1,) separate n documents in one row."
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, slot: CacheSlot | None = None,
+                text: TextMask | None = None) -> Tensor:
+        """Map (B,T,d_model) to (B,T,d_model), or decode with a slot.
+
+        Bounds (n+1,) separate n documents in one row; `text` marks what padded rows contain."""
+        if text is not None:
+            return self.run_padded(x, slot, text)
         if slot is not None:
             y, slot.after = (self.prefill if x.dim() == 3 else self.step)(x, slot.before)
             return y
@@ -130,10 +188,37 @@ class Mixer(nn.Module, ABC):
         lengths = [length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0] or [0]
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
+    def run_padded(self, x: Tensor, slot: CacheSlot | None, text: TextMask) -> Tensor:
+        "Run the text of padded rows, with or without a cache; outputs at other tokens mean nothing."
+        check_stream(x, 3, self.d_model, weight_of(self.out_proj))
+        cache = slot and slot.before
+        if slot is not None and cache is None:
+            cache = self.empty_cache(x.shape[0], x.device, x.dtype)
+        run = self.run if self.reads_text else self.run_together
+        y, after = run(x, cache, slot is not None, text=text)
+        if slot is not None:
+            slot.after = after
+        return y
+
+    def run_together(self, x: Tensor, cache: Any, keep_cache: bool, text: TextMask) -> tuple:
+        "Run rows whose text is moved to the start, in pieces; each row keeps the cache after its last token."
+        x = text.together(x)
+        if not keep_cache:
+            return text.apart(self.run(x)[0]), None
+        outputs = []
+        start = 0
+        for end in text.length[text.length > 0].unique().tolist():
+            y, after = self.run(x[:, start:end], cache, True)
+            cache = tree_map(partial(replace_rows, text.length >= end), cache, after)
+            outputs.append(y)
+            start = end
+        read = torch.cat(outputs, 1) if outputs else x[:, :0]
+        return text.apart(F.pad(read, (0, 0, 0, x.shape[1] - start))), cache
+
     def prefill(self, x: Tensor, cache: Any = None) -> tuple:
         "Map the next T tokens (B,T,d_model) to outputs (B,T,d_model) and the cache after them."
         check_stream(x, 3, self.d_model, weight_of(self.out_proj))
-        cache = self.empty_cache(len(x), x.device, x.dtype) if cache is None else cache
+        cache = self.empty_cache(x.shape[0], x.device, x.dtype) if cache is None else cache
         return self.run(x, cache, True)
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
@@ -150,6 +235,13 @@ def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = Non
         raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
     return x
 
+
+def replace_rows(rows: Tensor, old: Tensor, new: Tensor) -> Tensor: # (B,) bool, (B,..), (B,..)
+    "Return `old` with these rows of `new`."
+    if old.shape != new.shape:
+        raise ValueError("texts that end in different places cannot share this mixer's growing cache; "
+                         "give texts of one length at a time, or keep no cache")
+    return torch.where(rows.view(-1, *[1] * (old.dim() - 1)), new, old)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
@@ -177,10 +269,11 @@ class ScanProjections(Mixer):
         plain = is_plain(self.in_proj) and self.in_proj.bias is None
         return (halves(h, self.in_proj.weight) if plain else None) or self.in_proj(h).chunk(2, -1)
 
-    def project(self, h, past=None, keep=True, cu_seqlens=None):
+    def project(self, h, past=None, keep=True, cu_seqlens=None, text=None):
         "Return q, k (B,T,N), x (B,T,d_inner), dt_low_rank (B,T,rank), z like x, and the new past, None unless kept."
         x, z = self.project_x_z(h)
-        (x, again), past = convolve(self.conv1d, x, past, self.d_conv, keep, twice=True, cu_seqlens=cu_seqlens)
+        options = dict(twice=True, cu_seqlens=cu_seqlens, text=text)
+        (x, again), past = convolve(self.conv1d, x, past, self.d_conv, keep, **options)
         q, k, dt_low_rank = self.split_x_proj(again)
         return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
 
@@ -206,10 +299,13 @@ class ScanProjections(Mixer):
 class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses define `scan` and `scan_step`."
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, cu_seqlens: Tensor | None = None) -> tuple:
+    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, cu_seqlens: Tensor | None = None,
+            text: TextMask | None = None) -> tuple:
         check_optional("cache.S", getattr(cache, "S", cache), ("B", self.d_inner, "N"))
-        *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens)
-        out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens)
+        *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens, text)
+        options = {} if text is None else {"text": text}
+        out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens,
+                        **options)
         y, S = out if keep_cache else (out, None)
         return self.out_proj(y), ScanCache(past, S if cache is None else S.to(cache.S.dtype)) if keep_cache else None
 
@@ -279,7 +375,10 @@ class Longhorn(ScanMixer):
             k = normalize_keys(k, self.key_scale)
         return q, k, dt_low_rank
 
-    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, **options: Any) -> Any:
+    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, text: TextMask | None = None,
+             **options: Any) -> Any:
+        if text is not None:
+            k = text.fill(k) # a key of zero writes nothing
         run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
         vector = self.rate == "vector"
         return with_product(self.b_proj, dt_low_rank, run) if vector else run(self.b_proj(dt_low_rank), None)

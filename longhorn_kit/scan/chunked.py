@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from .arguments import exporting, in_range, outside, s6_form
+from . import native
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
 from .reference import no_autocast, skip_and_gate, widened
 
@@ -227,6 +228,38 @@ MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": 
             "decoupled": elementwise(DecoupledRule), "s6": elementwise(S6Rule),
             "s6_given": elementwise(GivenS6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
 
+# %% ../../nbs/machine/chunked.ipynb #chunked-n62
+def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native`; Rule: of S6
+    "Return the machine of a form in C++; its tape is the checkpoints."
+    def prepared(q, k, x, v, A):
+        rates = v if Rule is None else Rule.size(v)
+        return *(t.contiguous() for t in (q, k, x, rates)), None if A is None else A.mT.contiguous()
+
+    def run(chunk, keep, q, k, x, v, A, S):
+        y, S, marks = native.forward(form, chunk, keep, *prepared(q, k, x, v, A), fresh(S.mT))
+        return y, S.mT.contiguous(), [marks]
+
+    def pull(chunk, tape, q, k, x, v, A, dy, dS):
+        inputs = prepared(q, k, x, v, A)
+        dy, dS = dy.contiguous(), fresh(dS.mT)
+        dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy, dS)
+        dv = dv if Rule is None else dv * Rule.slope(v)
+        return dq, dk, dx, dv, None if A is None else dA.mT, dS.mT
+
+    return Machine(run, pull)
+
+# %% ../../nbs/machine/chunked.ipynb #chunked-n63
+IN_CPP = {"exact": compiled("exact"), "diagonal": compiled("diagonal"),
+          "s6": compiled("s6", S6Rule), "s6_given": compiled("s6", GivenS6Rule)}
+
+def in_cpp(form: str, x: Tensor) -> bool: # x: a tensor of the call
+    "Return whether a scan runs in C++: in float32 on a CPU, if it can be compiled."
+    return form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.compiles()
+
+def machine_of(form: str, x: Tensor) -> Machine: # as in `in_cpp`
+    "Return the machine that runs, in C++ or in PyTorch."
+    return IN_CPP[form] if in_cpp(form, x) else MACHINES[form]
+
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
 CACHED = 2**17 # numbers in a buffer that stays in the cache, half a megabyte of float32
 LARGEST_BUFFER = 3 * 2**18 # numbers in the buffer of a long sequence, 3 MiB of float32
@@ -258,18 +291,18 @@ def _operation(q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None, S: 
             form: str, chunk: int, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     with no_autocast(x.device.type):
         if cu_seqlens is None:
-            y, last, tape = MACHINES[form].run(chunk, keep, q, k, x, v, A, S)
+            y, last, tape = machine_of(form, x).run(chunk, keep, q, k, x, v, A, S)
             return y, last, tape if keep else []
         y, last = torch.zeros(x.shape, device=x.device, dtype=x.dtype), S.clone()
         for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
-            y[:, rows], last[i : i + 1], _ = MACHINES[form].run(chunk, False, *cut, S[i : i + 1])
+            y[:, rows], last[i : i + 1], _ = machine_of(form, x).run(chunk, False, *cut, S[i : i + 1])
         return y, last, []
 
 @_operation.register_fake
 def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
     (B, T, D), N, tape = x.shape, k.shape[-1], []
     if keep and cu_seqlens is None:
-        rates = [x.new_empty(T, B, D) for _ in range(3)] if form == "exact" else []
+        rates = [x.new_empty(T, B, D) for _ in range(3)] if machine_of(form, x) is MACHINES["exact"] else []
         tape = [*rates, x.new_empty(-(-T // chunk), B, N, D)]
     return x.new_empty(x.shape), S.new_empty(S.shape), tape
 
@@ -279,8 +312,9 @@ def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
     whole = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
     for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
         one, dy_i = slice(i, i + 1), dy[:, rows].contiguous()
-        tape = MACHINES[form].run(chunk, True, *cut, S[one])[2]
-        *parts, dA, whole[5][one] = MACHINES[form].pull(chunk, tape, *cut, dy_i, dS[one])
+        machine = machine_of(form, x)
+        tape = machine.run(chunk, True, *cut, S[one])[2]
+        *parts, dA, whole[5][one] = machine.pull(chunk, tape, *cut, dy_i, dS[one])
         for put, part in zip(whole, parts):
             put[:, rows] = part
         if A is not None:
@@ -294,8 +328,9 @@ def _operation_backward(dy: Tensor, dS: Tensor, tape: list[Tensor], q: Tensor, k
     with no_autocast(x.device.type):
         if cu_seqlens is not None:
             return _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk)
-        tape = tape or MACHINES[form].run(chunk, True, q, k, x, v, A, S)[2]
-        grads = MACHINES[form].pull(chunk, tape, q, k, x, v, A, dy.contiguous(), dS)
+        machine = machine_of(form, x)
+        tape = tape or machine.run(chunk, True, q, k, x, v, A, S)[2]
+        grads = machine.pull(chunk, tape, q, k, x, v, A, dy.contiguous(), dS)
         return [x.new_empty(0) if g is None else g.contiguous() for g in grads]
 
 @_operation_backward.register_fake
@@ -307,11 +342,14 @@ def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
-    x, v = (None, None) if tape and not MACHINES[ctx.form].rereads else (x, v)
+    x, v = (None, None) if tape and not machine_of(ctx.form, x).rereads else (x, v)
+    ctx.set_materialize_grads(False) # the tape has no gradient, and zeros in its size take time
     ctx.save_for_backward(q, k, x, v, A, S, cu_seqlens, *tape)
 
 def _gradients(ctx, dy, dS, _):
     q, k, x, v, A, S, cu_seqlens, *tape = ctx.saved_tensors
+    dy = q.new_zeros(*q.shape[:2], S.shape[1]) if dy is None else dy
+    dS = torch.zeros_like(S) if dS is None else dS
     x, v = (dy, dy) if x is None else (x, v) # for their sizes
     backward = torch.ops.longhorn_kit.chunked_scan_backward.default
     try:
@@ -344,7 +382,9 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    chunk, keep = chunk or chunk_length(form, *x.shape, k.shape[-1]), learns and not exporting()
+    keep = learns and not exporting()
+    if not chunk:
+        chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
     y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)

@@ -38,8 +38,9 @@ def torch_conv(
             y = F.conv1d(x_wide, weight[:, None], bias, groups=len(weight))
         else:
             y = tied(x_wide[..., width - 1:], weight, bias)
+    y = y.transpose(1, 2).contiguous() # first: SiLU and its gradient are fast in one layout
     y = F.silu(y) if activation else y
-    return y.to(dtype).transpose(1, 2).contiguous(), x[..., steps:].clone()
+    return y.to(dtype), x[..., steps:].clone()
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
 def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:

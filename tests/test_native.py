@@ -1,0 +1,137 @@
+"""The scans in C++: values, every gradient, odd sizes, hard numbers; and the way back to PyTorch without a compiler."""
+import shutil
+
+import pytest
+import torch
+
+from scan_cases import call, gradients, inputs, leaves
+from longhorn_kit.scan import chunked, native
+from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
+
+pytestmark = [pytest.mark.numeric, pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")]
+
+FORMS = tuple(chunked.IN_CPP)
+
+
+def scan(form, t, chunk=None):
+    rest = dict(initial_state=t["initial_state"], chunk=chunk)
+    data = [t[name] for name in "qkxb"]
+    if t["A"] is None:
+        return chunked_scan(*data, t["b_bias"], t["D_skip"], t["z"], form=form, **rest)
+    return chunked_selective_scan(*data, t["A"], t["b_bias"], t["D_skip"], t["z"], dt_softplus=form == "s6", **rest)
+
+
+def everything(results, t):
+    "Values and gradients of all inputs, under one random projection of output and final state."
+    generator = torch.Generator().manual_seed(9)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.dtype) for part in results]
+    return dict(zip(("out", "state"), (part.detach() for part in results))) | gradients(results, weights, t)
+
+
+def make(*sizes, form, **options):
+    return {name: t if t is None else t.cpu() for name, t in inputs(*sizes, form, **options)[0].items()}
+
+
+def errors(form, t, chunk):
+    "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
+    single, double = leaves(t), leaves(t, torch.float64)
+    ours, exact = everything(scan(form, single, chunk), single), everything(call(double, form, oracle=True), double)
+    assert all(ours[name].shape == exact[name].shape for name in exact)
+    found = {}
+    for name, expected in exact.items():
+        if expected.numel():
+            error = (ours[name].double() - expected).abs().max()
+            found[name] = (error / expected.abs().max().clamp(min=1)).item()
+    return found
+
+
+
+def test_the_library_compiles_and_runs_float32_of_a_cpu():
+    assert native.library() is not None
+    for form in FORMS:
+        assert chunked.machine_of(form, torch.zeros(1)) is chunked.IN_CPP[form]
+        assert chunked.machine_of(form, torch.zeros(1, dtype=torch.float64)) is chunked.MACHINES[form]
+        assert chunked.machine_of(form, torch.zeros(1, device="meta")) is chunked.MACHINES[form]
+    assert chunked.machine_of("decoupled", torch.zeros(1)) is chunked.MACHINES["decoupled"]
+
+
+# channels: fewer than a block, one block, blocks and a rest; lengths: fewer than a chunk, whole chunks, a rest
+@pytest.mark.parametrize("B, T, D, N, chunk", [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 16, 16, 3, 8), (2, 33, 37, 16, 8), (1, 65, 130, 2, 64),
+                                               (2, 9, 33, 130, 4), (2, 0, 5, 3, 8), (0, 4, 5, 3, 8), (2, 4, 0, 3, 8)])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
+    found = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
+    assert max(found.values(), default=0) < 1e-5, found
+
+
+@pytest.mark.parametrize("form", ["diagonal", "exact"])
+def test_one_rate_for_all_channels(form):
+    found = errors(form, make(2, 19, 20, 4, form=form, scalar=True), 8)
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
+    t = leaves(make(2, 40, 24, 8, form=form))
+    compiled = everything(scan(form, t), t)
+    monkeypatch.setattr(native, "compiles", lambda: False)
+    assert chunked.machine_of(form, t["x"]) is chunked.MACHINES[form]
+    for name, expected in everything(scan(form, t), t).items():
+        torch.testing.assert_close(compiled[name], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_number_of_threads_changes_no_bit(form):
+    t, before, found = leaves(make(5, 20, 20, 4, form=form)), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 16):
+            torch.set_num_threads(threads)
+            found.append(everything(scan(form, t), t))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+
+
+def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
+    x = torch.linspace(-87, 88, 20001)
+    q, k, zero = torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, len(x))
+    _, state, _ = native.forward("s6", 1, False, q, k, zero, x.view(1, 1, -1), torch.ones(1, len(x)), torch.ones(1, 1, len(x)))
+    exact = x.double().exp()
+    assert ((state.flatten().double() - exact).abs() / exact).max() < 4 * 2**-23
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_reaches_no_earlier_token_and_no_other_row(form, bad):
+    t = make(2, 12, 20, 4, form=form)
+    clean = scan(form, t)[0]
+    for name in "qkxb":
+        spoiled = dict(t, **{name: t[name].clone()})
+        spoiled[name][0, 7] = bad
+        out = scan(form, spoiled)[0]
+        assert torch.equal(out[0, :7], clean[0, :7]) and torch.equal(out[1], clean[1])
+        assert name == "b" or not out[0, 7].isfinite().all()
+
+
+def test_inputs_are_not_changed():
+    for form in FORMS:
+        t = leaves(make(2, 12, 20, 4, form=form))
+        before = {name: part.detach().clone() for name, part in t.items() if part is not None}
+        everything(scan(form, t), t)
+        assert all(torch.equal(t[name].detach(), part) for name, part in before.items())
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_working_compiler_there_is_no_library(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
+    assert native.library.__wrapped__() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
+    path = native.build("extern \"C\" int answer() { return 42; }")
+    assert path.parent == tmp_path and path.exists()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert native.build("extern \"C\" int answer() { return 42; }") == path
