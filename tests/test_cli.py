@@ -577,6 +577,8 @@ def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys)
     source.unlink()
     folder = next((tmp_path / "theirs").iterdir())
     assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0 and not (tmp_path / "cache").exists()
+    assert "checked by size and samples" in capsys.readouterr().out
+    assert cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0 and "checked in full" in capsys.readouterr().out
     (folder / "val.bin").write_bytes(b"moo")
     assert "val.bin is missing or has the wrong size" in fails(capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder)))
 
