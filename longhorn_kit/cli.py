@@ -423,7 +423,7 @@ def train_from(options) -> None:
         raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, **overrides)
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, **overrides)
 
 MACHINE = ("gpus", "gpu", "network")
 
@@ -435,6 +435,7 @@ class TrainLM(Generic[S]):
     out: NoDefault[str] = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
     plan: bool = False       # train nothing: print memory, tokens per second and hours
     gpus: NoDefault[int] = None  # with --plan: how many; by default one
     gpu: NoDefault[str] = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100

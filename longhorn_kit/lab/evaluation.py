@@ -178,12 +178,11 @@ def load_pair(
     "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
     from longhorn_kit.models.transformers import to_transformers, warn_of_other_version
     check_sizes(context=context)
-    check_model(folder)
-    if not is_export(folder):
+    model, words = read_whole(folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None))
+    if model is None:
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
     warn_of_other_version(standing(folder), LOCAL)
-    model, words = read_whole(folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None))
     model.config._name_or_path = str(folder) # not the path that it was read by
     if words is None:
         name = tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size)
@@ -194,9 +193,11 @@ def load_pair(
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 def read_export(folder: Path, own_tokenizer: bool) -> tuple: # own_tokenizer: read the folder's, if it has one
-    "Return model and tokenizer (or None) of a folder of transformers."
+    "Return model and tokenizer (or None) of a folder of transformers; (None, None) for a folder of the kit."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     check_model(folder)
+    if not is_export(folder):
+        return None, None
     with quiet(), loading(folder / "config.json"):
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **LOCAL)
     if info["missing_keys"]:

@@ -202,6 +202,7 @@ def train_lm(
     data: str | None, # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
     out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
+    verify: bool = False, # compare all prepared tokens with their SHA-256
     **overrides: object, # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
@@ -212,7 +213,8 @@ def train_lm(
         mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
-        corpus = prepare(**source_of(chosen, data, "fraction" in overrides), text_column=text_column)
+        source = source_of(chosen, data, "fraction" in overrides)
+        corpus = prepare(**source, text_column=text_column, verify=verify)
         if is_main_process():
             print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
