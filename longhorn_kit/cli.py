@@ -6,8 +6,8 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision', 'accuracies',
-           'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
+           'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM', 'TrainVision',
+           'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -395,6 +395,25 @@ class HoldOut:
             print(f"{name}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
         print(f"written: {self.out}")
 
+# %% ../nbs/machine/cli.ipynb #cli-033-5
+@dataclass
+class Retrain:
+    "Train a run of a one-pass record again, compare its first losses, and export it (needs the extra hf)."
+    record: tyro.conf.Positional[str] # such as nbs/lab/results/one-pass/second-plan.json
+    model: tyro.conf.Positional[str]  # its name in the record, such as 'exact N=64'
+    out: str                      # folder of transformers to write
+    seed: NoDefault[int] = None   # of the run; by default the first one that was judged
+    lr: NoDefault[float] = None   # its learning rate, if the seed ran at several; by default the judged one
+    data: str = ""                # the text of the record; by default its source, or $LONGHORN_TEXT
+    other_text: bool = False      # train on a text that is not the record's; nothing is compared then
+
+    def __call__(self):
+        from longhorn_kit.lab.retrain import retrain
+        found = retrain(**vars(self))
+        print(f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; the record has {found.recorded:.4f}")
+        print(found.sentence)
+        print(f"{self.out} loads with AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)")
+
 # %% ../nbs/machine/cli.ipynb #cli-035
 def known(kind: str, name: str, names: Iterable[str]) -> None:
     "Raise `UsageError` with the nearest known name if a name is unknown."
@@ -514,7 +533,7 @@ class EvalVision:
 # %% ../nbs/machine/cli.ipynb #cli-047
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
             "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision,
-            "eval-vision": EvalVision, "hold-out": HoldOut}
+            "eval-vision": EvalVision, "hold-out": HoldOut, "retrain": Retrain}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
