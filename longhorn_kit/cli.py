@@ -104,6 +104,7 @@ class Claims:
     claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to print; by default all
     out: str = "runs"  # folder of your runs
     json: bool = False # print all fields of every row, as JSON
+    logbook: NoDefault[str] = None # write a page per claim into this folder, for Trackio
 
     def __call__(self):
         for name in self.claims:
@@ -111,6 +112,9 @@ class Claims:
         if self.out != "runs" and not Path(self.out).is_dir():
             warn(f"there is no folder {self.out}; only recorded runs are shown")
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
+        if self.logbook:
+            from longhorn_kit.lab.logbook import write_logbook
+            return print(f"written: {write_logbook(rows, self.logbook)}; trackio logbook serve {self.logbook} shows it")
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
@@ -398,21 +402,23 @@ class HoldOut:
 # %% ../nbs/machine/cli.ipynb #cli-033-5
 @dataclass
 class Retrain:
-    "Train a run of a one-pass record again, compare its first losses, and export it (needs the extra hf)."
+    "Train a run of a one-pass record again, and export it (needs the extra hf)."
     record: tyro.conf.Positional[str] # such as nbs/lab/results/one-pass/second-plan.json
     model: tyro.conf.Positional[str]  # its name in the record, such as 'exact N=64'
     out: str                      # folder of transformers to write
     seed: NoDefault[int] = None   # of the run; by default the first one that was judged
-    lr: NoDefault[float] = None   # its learning rate, if the seed ran at several; by default the judged one
-    data: str = ""                # the text of the record; by default its source, or $LONGHORN_TEXT
-    other_text: bool = False      # train on a text that is not the record's; nothing is compared then
+    lr: NoDefault[float] = None   # its learning rate; by default the judged one
+    data: str = ""                # the text; by default the record's source, or $LONGHORN_TEXT
+    other_text: bool = False      # train on a text that is not the record's
 
     def __call__(self):
         from longhorn_kit.lab.retrain import retrain
         found = retrain(**vars(self))
-        print(f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; the record has {found.recorded:.4f}")
+        print(f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; "
+              f"the record has {found.recorded:.4f}")
         print(found.sentence)
-        print(f"{self.out} loads with AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)")
+        print(f"{self.out} loads with "
+              f"AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)")
 
 # %% ../nbs/machine/cli.ipynb #cli-035
 def known(kind: str, name: str, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from longhorn_kit.lab.looks import LOOKS, rows_of_claim
 from longhorn_kit.lab.measures import load_arrays
 from longhorn_kit.lab.plan import FIRST_PLAN, GROUPS, RATES, compare_losses, compare_tokens_saved, tokens_saved
 from longhorn_kit.lab.retrain import (
-    archived_jobs, check_plan, choose_run, compare_first, config_of, recorded_losses, recorded_runs, retrain, settings_of)
+    archived_jobs, check_plan, compare_first, config_of, recorded_losses, recorded_runs, retrain, settings_of)
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, to_plain, write_record
