@@ -257,7 +257,7 @@ def test_a_search_run_and_another_text_have_no_losses_to_compare(text, finished,
     found = retrain(folder / "record.json", model["name"], tmp_path / "search", tried["seed"], tried["lr"], text)
     assert found.sentence == "the record has no first losses of this run, so nothing was compared" and found.bits_per_byte == tried["bits_per_byte"]
     (tmp_path / "other.train.txt").write_text("a b c " * 700), (tmp_path / "other.val.txt").write_text("a b c " * 100)
-    with pytest.raises(ValueError, match="is not the text of the record, whose SHA-256 is .*--other-text trains on it"):
+    with pytest.raises(ValueError, match="is not the text of the record, whose SHA-256 is .*--other-text trains without a comparison"):
         retrain(folder / "record.json", model["name"], tmp_path / "other", data=str(tmp_path))
     found = retrain(folder / "record.json", model["name"], tmp_path / "other", data=str(tmp_path), other_text=True)
     assert found.sentence == "the text is not the record's, so its losses were not compared"
