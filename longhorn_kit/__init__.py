@@ -19,13 +19,13 @@ if sys.platform == "linux" and "triton" not in sys.modules:
 # The public names, for type checkers.
 if TYPE_CHECKING:
     from .models import LMConfig, Longhorn, MIXERS, SequenceLM
-    from .scan import causal_conv1d, causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update, longhorn_scan
-    from .scan import longhorn_step, mamba_inner_fn, selective_scan, selective_scan_fn, selective_state_update
-    from .scan import selective_step
+    from .scan import causal_conv1d, causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
+    from .scan import causal_conv1d_varlen_states, longhorn_scan, longhorn_step, mamba_inner_fn, selective_scan
+    from .scan import selective_scan_fn, selective_state_update, selective_step
 
 __all__ = ["longhorn_scan", "longhorn_step", "selective_scan", "selective_step", "causal_conv1d", "causal_conv1d_step",
            "Longhorn", "MIXERS", "LMConfig", "SequenceLM", "selective_scan_fn", "mamba_inner_fn", "causal_conv1d_fn",
-           "causal_conv1d_update", "selective_state_update"]
+           "causal_conv1d_update", "causal_conv1d_varlen_states", "selective_state_update"]
 
 
 if not TYPE_CHECKING:

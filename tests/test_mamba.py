@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from longhorn_kit import causal_conv1d_fn, causal_conv1d_update, mamba_inner_fn, selective_scan_fn, selective_state_update
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.scan import mamba
-from longhorn_kit.scan.mamba import patch_mamba
+from longhorn_kit.scan.mamba import causal_conv1d_varlen_states, patch_mamba
 from rounding import bound
 
 pytestmark = pytest.mark.numeric
@@ -164,6 +164,50 @@ def test_convolution_keeps_sequences_apart(width, activation):
             lambda x, w, b: conv_by_definition(x, w, b, seq_idx, None, activation)[0], [new(2, 8, 12), new(8, width), new(8)], 3e-5)
 
 
+@pytest.mark.parametrize("activation", (None, "silu"))
+@pytest.mark.parametrize("width", (2, 4))
+def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, activation):
+    "Each row's runs, convolved alone: only the first sees the initial state; outputs, final states and gradients."
+    rows = [[3, 3, 3, 0, 1, 1, 5, 5], [5, 2, 2, 2, 2, 2, 2, 7], [4] * 8]
+    seq_idx = torch.tensor(rows, device=DEVICE, dtype=torch.int32)
+    cuts = [(3, 4, 6), (1, 7), ()]
+
+    def run_by_run(x, w, b, past):
+        outputs, finals = [], []
+        for row, ends in enumerate(cuts):
+            state, parts = past[row:row + 1], []
+            for part in x[row:row + 1].tensor_split(ends, 2):
+                y, final = conv_by_definition(part, w, b, None, state, activation)
+                parts.append(y)
+                state = torch.zeros_like(state)
+            outputs.append(torch.cat(parts, 2))
+            finals.append(final)
+        return torch.cat(outputs), torch.cat(finals)
+
+    new = drawer()
+    tensors = [new(3, 8, 8), new(8, width), new(8), new(3, 8, width - 1)]
+    compare(lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, True, activation=activation), run_by_run, tensors, 3e-5)
+    compare(lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, activation=activation),
+            lambda *t: run_by_run(*t)[0], tensors, 3e-5)
+    place = torch.zeros_like(tensors[-1])
+    out, final = causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True, place)
+    assert final is place and torch.equal(place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("state_len", (0, 1, 3, 20))
+def test_states_of_packed_sequences(state_len, dtype):
+    "Against a loop; sequences shorter than the state, an empty one, no tokens at all."
+    x = drawer()(9, 5, dtype=dtype)
+    for bounds in ((0, 2, 2, 9), (0, 9), (0, 0)):
+        tokens = x[:bounds[-1]].requires_grad_()
+        states = causal_conv1d_varlen_states(tokens, torch.tensor(bounds, device=DEVICE, dtype=torch.int32), state_len)
+        assert states.shape == (len(bounds) - 1, 5, state_len) and states.dtype == dtype
+        for state, lo, hi in zip(states, bounds, bounds[1:]):
+            kept = tokens[max(lo, hi - state_len):hi].T
+            assert torch.equal(state, F.pad(kept, (state_len - kept.shape[1], 0)))
+
+
 def test_final_states_are_written():
     new = drawer()
     x, place = new(2, 8, 7), torch.zeros(2, 8, 3, device=DEVICE)
@@ -315,7 +359,16 @@ def mistakes():
         "D is list; expected a tensor": lambda: selective_scan_fn(u, u, A, keys, keys, [1.0]),
         "x has shape (2, 6); expected (B, D, L)": lambda: causal_conv1d_fn(now, w),
         "activation is 'gelu'; expected one of 'silu', 'swish', None": lambda: causal_conv1d_fn(x, w, activation="gelu"),
-        "seq_idx is given together with states": lambda: causal_conv1d_fn(x, w, seq_idx=idx, return_final_states=True),
+        "initial_states has shape (2, 6, 2); expected (2, 6, 3) to match x and weight": lambda: causal_conv1d_fn(
+            x, w, seq_idx=idx, initial_states=new(2, 6, 2)),
+        "weight is str; expected a tensor of shape (6, W) or (6, 1, W) to match x": lambda: causal_conv1d_fn(x, "w", seq_idx=idx),
+        "weight is str; expected a tensor of shape (6, W)": lambda: causal_conv1d_fn(x, "w"),
+        "weight is str; expected a tensor of shape (6, W) ": lambda: causal_conv1d_update(now, new(2, 6, 3), "w"),
+        "weight has shape (6,); expected (6, W) or (6, 1, W)": lambda: causal_conv1d_update(now, new(2, 6, 3), w[:, 0]),
+        "state_len is -1; expected an integer of at least 0": lambda: causal_conv1d_varlen_states(
+            x[0], torch.tensor([0, 6], device=DEVICE), -1),
+        "cu_seqlens ends at 5; expected 6, the length of x": lambda: causal_conv1d_varlen_states(
+            x[0], torch.tensor([0, 5], device=DEVICE), 3),
         "seq_idx is torch.int64 (2, 8); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=idx[:, 1:]),
         "seq_idx is of type list (); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=[0]),
         "conv_state_indices is list; expected an int32 or int64": lambda: causal_conv1d_update(x, new(2, 6, 3), w, conv_state_indices=[0, 1]),
@@ -354,14 +407,15 @@ def test_mistakes_are_named(message):
 JAMBA = dict(mamba_d_state=4, mamba_dt_rank=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32, attn_layer_offset=1, num_experts=2)
 
 
+@pytest.mark.parametrize("filter", ("silu", "gelu", "relu"))
 @pytest.mark.parametrize("kind, options", (("mamba", dict(state_size=4)), ("falcon_mamba", dict(state_size=4)), ("jamba", JAMBA)))
-def test_models_of_transformers_run_on_these_functions(kind, options):
-    "Logits, generated tokens and every gradient equal those of transformers' PyTorch path."
+def test_models_of_transformers_run_on_these_functions(kind, options, filter):
+    "Logits, generated tokens and every gradient equal those of transformers' PyTorch path, whatever the filter's activation."
     mend_torchvision()
     transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     name = kind.title().replace("_", "")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, **options)
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options)
     torch.manual_seed(0)
     model, tokens = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE), torch.randint(50, (2, 21), device=DEVICE)
 
@@ -376,8 +430,9 @@ def test_models_of_transformers_run_on_these_functions(kind, options):
     before, original = everything(), dict(vars(modeling))
     try:
         patch_mamba(modeling)
-        assert modeling.causal_conv1d_fn is causal_conv1d_fn
+        assert modeling.causal_conv1d_fn.__wrapped__ is causal_conv1d_fn
         after = everything()
+        assert {module.training for module in model.modules()} == {True}
     finally:
         vars(modeling).update(original)
     assert torch.equal(before[0], after[0]) and error(after[1], before[1]) < 1e-5

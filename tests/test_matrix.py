@@ -133,9 +133,12 @@ def test_any_strides_and_no_tokens():
     strange = {name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in t.items()}
     assert not strange["q"].is_contiguous()
     torch.testing.assert_close(matrix_scan(**strange), matrix_scan(**t))
-    empty = {name: tensor if name == "initial_state" else tensor[:, :0] for name, tensor in t.items()}
-    y, S = matrix_scan(**empty, output_final_state=True)
-    assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
+    empty = {name: (tensor if name == "initial_state" else tensor[:, :0]).clone().requires_grad_() for name, tensor in t.items()}
+    for backend in ("chunked", "reference"):
+        y, S = matrix_scan(**empty, output_final_state=True, backend=backend)
+        assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
+        gradients = torch.autograd.grad(y.sum(), list(empty.values()))
+        assert all(g.shape == tensor.shape and not g.any() for g, tensor in zip(gradients, empty.values()))
 
 
 def test_low_precision_keeps_a_float32_state_even_under_autocast():

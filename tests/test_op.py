@@ -199,9 +199,26 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
     assert out.shape == (batch, steps, D) and torch.equal(state, first)
     (out.sum() + 2 * state.sum()).backward()
     assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (batch, steps, D)
+    assert [n for n, v in t.items() if v.grad is None or v.grad.shape != v.shape or v.grad.any()] == []
     with torch.no_grad():
         _, copy = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     assert batch == 0 or copy.data_ptr() != first.data_ptr()
+
+
+@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
+    "Kernels, also those in C++, read the memory, which holds the other sign."
+    results = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        t = make() | dict(initial_state=torch.randn(B, D, N))
+        t = {n: (torch._neg_view(-v) if changed else v).requires_grad_() for n, v in t.items()}
+        out, state = run(form, {n: v for n, v in t.items() if n != "initial_state"}, initial_state=t["initial_state"],
+                         output_final_state=True, backend=backend)
+        grads = torch.autograd.grad((out, state), list(t.values()), [torch._neg_view(-o.detach().cos()) for o in (out, state)])
+        results.append((out, state, *grads))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -228,6 +245,12 @@ BAD = {"q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B,
     "z": (dict(z=torch.zeros(2, 1, 5)), "z has shape (2, 1, 5); expected (2, 9, 5) to match x"),
     "integers": (dict(k=torch.zeros(2, 9, 4, dtype=torch.int64)), "k has dtype torch.int64; expected a floating-point dtype"),
     "complex": (dict(x=torch.zeros(2, 9, 5, dtype=torch.complex64)), "x has dtype torch.complex64; expected a floating-point dtype"),
+    "storage": (dict(x=torch.zeros(2, 9, 5).to(torch.float8_e4m3fn)),
+                "x has dtype torch.float8_e4m3fn; expected float64, float32, bfloat16 or float16"),
+    "sparse": (dict(x=torch.zeros(2, 9, 5).to_sparse()), "x has the layout torch.sparse_coo; expected a dense tensor of shape (2, 9, D) to match q"),
+    "mkldnn": (dict(k=torch.zeros(2, 9, 4).to_mkldnn()), "k has the layout torch._mkldnn; expected a dense tensor"),
+    "nested": (dict(x=torch.nested.nested_tensor([torch.zeros(9, 5)] * 2)), "x has the layout nested; expected a dense tensor"),
+    "uninitialized": (dict(D_skip=torch.nn.UninitializedParameter()), "D_skip is UninitializedParameter, which has no shape yet; expected a tensor of shape (5,)"),
     "device": (dict(z=torch.zeros(2, 9, 5, device="meta")), f"z is on device meta; expected {torch.empty(0, device=DEVICE).device} to match x"),
     "not a tensor": (dict(b=0.5), "b is float; expected a tensor of shape (2, 9, 5) or (2, 9, 1) to match x"),
     "none": (dict(k=None), "k is NoneType; expected a tensor of shape (2, 9, 4) to match q"),

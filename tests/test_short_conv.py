@@ -69,6 +69,39 @@ def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", d
     assert got["y"].is_contiguous() and got["final"].is_contiguous() # can be viewed in any shape
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("activation", ("silu", None))
+def test_sixteen_bits_are_rounded_once(activation, dtype):
+    "Outputs are as far from float64 as one rounding; gradients of float32 taps have no 16-bit rounding at all."
+    a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
+    got, want = ours(a, dy, dfinal, "torch", activation=activation), oracle(a, dy, dfinal, activation)
+    for name in ("y", "x", "initial_state"):
+        assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
+    assert error(got["weight"], want["weight"]) < 3e-6 and error(got["bias"], want["bias"]) < 3e-6
+    assert got["final"].dtype is dtype
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_keep_wide_states_and_round_once(backend):
+    a, *_ = inputs(64, 1, 8, 4, dtype=torch.bfloat16)
+    x, state = a["x"][:, 0], a["initial_state"].float() + 1e-3 # no bfloat16 numbers
+    with torch.no_grad():
+        y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
+    want, _ = summed(*(t.double() for t in (a["x"], a["weight"], a["bias"], state)))
+    assert error(y, want[:, 0]) < 1.01 * error(want[:, 0].bfloat16(), want[:, 0])
+    assert torch.equal(after, torch.cat([state[..., 1:], x.float()[..., None]], -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("B, T", ((0, 5), (2, 0), (0, 0)))
+def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
+    a = leaves(inputs(B, T, 3, 4)[0])
+    y, final = causal_conv1d(**a, output_final_state=True, backend=backend)
+    assert y.shape == (B, T, 3) and final.shape == (B, 3, 3)
+    y.sum().backward()
+    assert all(t.grad.shape == t.shape and not t.grad.any() for t in a.values())
+
+
 @pytest.fixture
 def small(monkeypatch):
     "Plans so small that short inputs need many programs."

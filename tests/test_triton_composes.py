@@ -23,7 +23,9 @@ from scan_cases import (
 from sweep import slow_case
 from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
-from longhorn_kit.scan.op import longhorn_scan, selective_scan
+from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
+from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
+from longhorn_kit.scan.triton_pointwise import add_norm, to_length
 
 pytestmark = pytest.mark.numeric
 
@@ -102,6 +104,75 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
     assert "longhorn_kit_scan" in operation and all("longhorn_kit_scan" not in name for name, _ in twice)
     for _, got in twice:
         assert_same(got, want)
+
+
+# tensors whose memory holds the other sign
+
+def negative(t):
+    "A tensor equal to t, contiguous, with the negative bit."
+    return None if t is None else torch._neg_view(-t.detach()).requires_grad_(t.requires_grad)
+
+
+@both_paths
+@pytest.mark.parametrize("bounds", (None, [0, 1, SIZES[1]]), ids=("rows", "packed"))
+@pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
+def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, path):
+    cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
+    sizes = SIZES if bounds is None else (1, *SIZES[1:])
+    a, *grads = arguments(form, sizes, sequences=None if bounds is None else 2)
+    signed, signed_grads = {n: negative(t) for n, t in a.items()}, [negative(g) for g in grads]
+    assert all(t is None or t.is_neg() and torch.equal(t, a[n]) for n, t in signed.items())
+    outputs, want = call(signed, form, cu), call(a, form, cu)
+    assert all(map(torch.equal, outputs, want))
+    assert_same(gradients(outputs, signed_grads, signed), gradients(want, grads, a))
+    want = call(a, form, cu)
+    assert_same(gradients(call(a, form, cu), signed_grads, a), gradients(want, grads, a))
+
+
+def test_columns_of_conjugated_numbers_have_right_signs():
+    "Public code makes contiguous tensors with the bit where an axis has one element."
+    a, *_ = inputs(1, 5, 3, 4)
+    column = torch.randn(1, 5, 1, dtype=torch.complex64, device=DEVICE).conj().imag
+    assert column.is_neg()
+    run = lambda b: longhorn_scan(a["q"], a["k"], a["x"], b, backend="triton")
+    assert torch.equal(run(column), run(column.clone()))
+
+
+def small_kernels():
+    "Calls of the other kernels, of a dictionary of tensors; each returns its outputs and what it wrote in place."
+    one = dict(backend="triton")
+    step = lambda t: (t["k"], t["k"], t["x"], t["x"])
+    rest = lambda t: (t["S"], t["bias"], t["bias"], t["x"])
+    rows = torch.tensor([1, -1], device=DEVICE)
+    conv = lambda t, **more: causal_conv1d(t["rows"], t["w"], t["bias"], initial_state=t["past"], **more, **one)
+    conv_step = lambda t, **more: causal_conv1d_step(t["x"], t["past"], t["w"], t["bias"], **more, **one)
+    return {
+        "step": lambda t: longhorn_step(*step(t), *rest(t), **one),
+        "selective step": lambda t: selective_step(*step(t), t["A"], *rest(t), **one),
+        "step in place": lambda t: longhorn_step(*step(t), *rest(t), inplace=True, **one),
+        "step of a pool": lambda t: longhorn_step(*step(t), *rest(t), inplace=True, state_indices=rows, **one),
+        "convolution": lambda t: conv(t, output_final_state=True),
+        "convolution twice": lambda t: conv(t, twice=True),
+        "step of a convolution": conv_step,
+        "step of a convolution in place": lambda t: conv_step(t, inplace=True),
+        "to_length": lambda t: [to_length(t["k"], t["bias"][:1])],
+        "add_norm": lambda t: add_norm(t["x"], t["x"].flip(0), t["bias"], 1e-5, torch.float32)}
+
+
+@pytest.mark.parametrize("name", small_kernels())
+def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
+    shapes = dict(x=(2, 3), k=(2, 4), bias=(3,), S=(2, 3, 4), A=(3, 4), rows=(2, 5, 3), w=(3, 3), past=(2, 3, 2))
+    torch.manual_seed(0)
+    plain = {n: torch.randn(*shape, device=DEVICE) for n, shape in shapes.items()}
+    learns, results = "step" not in name, []
+    for make in (torch.clone, negative):
+        tensors = {n: make(t).requires_grad_(learns) for n, t in plain.items()}
+        outputs = small_kernels()[name](tensors)
+        if learns:
+            slopes = [make(out.detach().cos()) for out in outputs]
+            outputs = [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), slopes, allow_unused=True)]
+        results.append([t for t in outputs if t is not None])
+    assert len(results[0]) >= 2 and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("form", ("diagonal", "exact") if GPU else ("exact",))
@@ -365,7 +436,7 @@ def test_activation_checkpointing(reentrant, path):
 def test_second_derivative_is_refused_in_words(path):
     a, *_ = arguments()
     grad, = torch.autograd.grad(scan(a)[0].sum(), a["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; the reference scan can: longhorn_scan"):
+    with pytest.raises(RuntimeError, match="no second derivative.*backend='reference' has one"):
         grad.sum().backward()
     with torch.no_grad():
         out = scan(a)[0]

@@ -9,6 +9,7 @@ from longhorn_kit.models import vision, vision_timm
 from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
 from longhorn_kit.scan.op import selective_scan
 from longhorn_kit.scan.reference import reference_scan
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 
@@ -54,11 +55,35 @@ def test_the_import_that_registers_models_says_if_timm_is_missing():
     assert done.returncode == 0, done.stderr
 
 
-def test_weights_drawn_again_scale_no_update_twice():
-    model = build(NANO[0])
-    before = [block.mixer.out_proj.weight.clone() for block in model.blocks]
+@pytest.mark.parametrize("name, options", [*KINDS, (NANO[0], dict(global_pool="avg", num_classes=0))])
+def test_memory_without_values_gets_the_constructors_weights(name, options):
+    "Every parameter, at every call, by both names; the same seed gives the same bits."
+    want = build(name, **options)
+    model = build(name, device="meta", **options).to_empty(device="cpu")
+    for draw in (model.init_weights, model.reset_parameters):
+        for parameter in model.parameters():
+            parameter.data.fill_(math.nan)
+        torch.manual_seed(0)
+        draw()
+        assert [n for n, p in model.named_parameters() if not torch.equal(p, want.get_parameter(n))] == []
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    model.init_weights(needs_reset=False) # of a model whose layers have values: tokens, filters of the patches, head
+    changed = {n.split(".")[0] for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"pos_embed", "cls_token", "patch_embed"} | ({"head"} if model.num_classes else set())
+
+
+def test_a_changed_model_draws_all_its_weights_again():
+    model = build(NANO[0], key_norm=True)
+    model.set_input_size((12, 12))
+    model.reset_classifier(3, "avg")
+    model.prune_intermediate_layers([1], prune_head=False)
+    scales = model.blocks[0].mixer.out_proj.weight.std()
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
     model.init_weights()
-    assert all(torch.equal(block.mixer.out_proj.weight, weight) for block, weight in zip(model.blocks, before))
+    assert all(p.isfinite().all() for p in model.parameters())
+    ratio = model.blocks[0].mixer.out_proj.weight.std() / scales # two blocks where there were three
+    assert ratio.item() == pytest.approx(math.sqrt(3 / 2), rel=0.05)
 
 
 def test_device_and_dtype_are_arguments_as_in_pytorch():
@@ -143,11 +168,11 @@ def test_scripted_traced_and_exported_models_agree(name, options):
 
 @pytest.mark.parametrize("name", NANO)
 def test_features_of_every_block(name):
-    model = build(name, depth=3).eval()
+    model = build(name).eval()
     x = images(model, 1)
     final, kept = model.forward_intermediates(x)
     info = timm.models.FeatureInfo(model.feature_info, len(model.feature_info))
-    assert len(kept) == len(info.channels()) == 3
+    assert len(kept) == len(info.channels()) == 3 # timm's tests want at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
         assert feature.shape == (1, channels, side, side) and not feature.isnan().any()
@@ -158,8 +183,40 @@ def test_features_of_every_block(name):
     assert torch.allclose(model.forward_intermediates(x)[0], final, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ("export", "trace", "script"))
+@pytest.mark.parametrize("name, options", [*KINDS[1:], slow_case(*KINDS[0])])
+def test_exported_traced_and_scripted_models_have_the_gradients_of_eager_mode(name, options, how):
+    model = build(name, **options)
+    x = images(model).requires_grad_()
+    (model(x) ** 2).sum().backward()
+    want = {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    if how == "export":
+        other = torch.export.export(model, (x.detach(),)).module()
+    else:
+        other = torch.jit.trace(model, x.detach()) if how == "trace" else torch.jit.script(model)
+    (other(x) ** 2).sum().backward()
+    got = {n: p.grad for n, p in other.named_parameters()} | {"x": x.grad}
+    for n, slope in want.items():
+        torch.testing.assert_close(got[n], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item())
+    if how == "trace":
+        with pytest.raises(RuntimeError, match="a scripted or traced vision model has no second derivative"):
+            torch.autograd.grad((other(x) ** 2).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("options", ({}, dict(global_pool="avg"), dict(global_pool="max"), dict(key_norm=True), dict(dynamic_img_size=True),
+                                     slow_case(dict(scan="mamba")), slow_case(dict(scan="longhorn_exact"))))
+def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(options):
+    model = build(NANO[0], **options)
+    scores = model(torch.zeros(0, 1, 8, 8))
+    assert scores.shape == (0, 10)
+    scores.sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
+
+
 def test_intermediates_in_every_form():
-    model = build(NANO[0], depth=3).eval()
+    model = build(NANO[0]).eval()
     x = images(model)
     pairs = model.forward_intermediates(x, [0, 2], return_prefix_tokens=True, intermediates_only=True)
     assert [(a.shape, b.shape) for a, b in pairs] == [((2, 64, 4, 4), (2, 1, 64))] * 2
@@ -173,11 +230,12 @@ def test_intermediates_in_every_form():
 
 
 def test_features_only_and_pruning():
-    features = timm.create_model(NANO[0], features_only=True, depth=3, out_indices=(0, 2)).eval()
+    assert timm.create_model(NANO[0], features_only=True).feature_info.channels() == [64, 64, 64]
+    features = timm.create_model(NANO[0], features_only=True, out_indices=(0, 2)).eval()
     outputs = features(torch.randn(1, 1, 8, 8))
     assert [o.shape[1] for o in outputs] == features.feature_info.channels() == [64, 64]
     assert features.feature_info.reduction() == [2, 2]
-    model = build(NANO[0], depth=3)
+    model = build(NANO[0])
     assert model.prune_intermediate_layers(indices=[1]) == [1]
     assert len(model.blocks) == 2 and model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
 
@@ -187,7 +245,7 @@ def test_features_only_and_pruning():
 def test_parameter_groups():
     from timm.models import group_parameters
     from timm.optim import param_groups_weight_decay
-    assert len([n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]) == 4
+    assert len([n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]) == 6
     model = build("mamba_vim_nano_patch2_8")
     kept = model.no_weight_decay()
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
@@ -197,13 +255,13 @@ def test_parameter_groups():
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
     assert layers["blocks.0.norm.weight"] == 1 and layers["blocks.1.norm.weight"] == 2
-    assert layers["norm.weight"] == 2 and layers["head.weight"] == 3 # as timm groups its own ViT
+    assert layers["norm.weight"] == 3 and layers["head.weight"] == 4 # as timm groups its own ViT
 
 
 def test_drop_path_and_dropout_are_off_in_evaluation():
     model = build(NANO[0], drop_path_rate=0.5, drop_rate=0.5, pos_drop_rate=0.5)
     assert isinstance(model.blocks[0].drop_path, torch.nn.Identity)
-    assert model.blocks[1].drop_path.drop_prob == 0.5
+    assert [block.drop_path.drop_prob for block in model.blocks[1:]] == [0.25, 0.5]
     x = images(model)
     assert not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
@@ -311,6 +369,81 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     assert coarse.patch_embed.proj.weight.shape[-1] == 4 and coarse(images(coarse)).isfinite().all()
     assert torch.allclose(coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6)
     assert other(x).shape == (2, 3) and torch.equal(other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight)
+
+
+@pytest.mark.parametrize("classes, options", ((10, {}), (7, {}), (1000, {}), (10, dict(global_pool="avg", in_chans=4))))
+@pytest.mark.parametrize("name", (NANO[0], "longhorn_vim_tiny_patch16_224"))
+def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
+    "As the message says, and without the number of classes; with another number the model gets a new head."
+    small = dict(depth=1, embed_dim=16, img_size=32, num_classes=classes, **options)
+    trained = build(name, **small).eval()
+    torch.save(trained.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ValueError) as told:
+        timm.create_model(name, pretrained=True)
+    assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(told.value)
+    file, x = dict(file=str(tmp_path / "weights.pt")), torch.randn(2, trained.in_chans, 32, 32)
+    for overlay in (file | dict(num_classes=classes), file):
+        loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **small).eval()
+        assert torch.equal(loaded(x), trained(x)) and loaded.pretrained_cfg["num_classes"] == classes
+    other = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=file, **small | dict(num_classes=3)).eval()
+    assert other(x).shape == (2, 3) and torch.equal(other.forward_features(x), trained.forward_features(x))
+
+
+# timm's contract of models that change
+
+def test_resizing_freezes_and_unfreezes_nothing():
+    for learns in (False, True):
+        model = build(NANO[0]).requires_grad_(learns)
+        model.set_input_size((16, 12))
+        assert {p.requires_grad for p in model.parameters()} == {learns} and model.pos_embed.shape == (1, 1 + 48, 64)
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_a_new_classifier_has_the_mode_of_the_model(training):
+    model = build(NANO[0]).train(training)
+    for classes in (3, 0):
+        model.reset_classifier(classes, "avg")
+        assert {module.training for module in model.modules()} == {training}
+
+
+CHANGES = {
+    "size": (lambda m: m.set_input_size((16, 12)), {}),
+    "patches": (lambda m: m.set_input_size((16, 16), 4), {}),
+    "patches alone": (lambda m: m.set_input_size(patch_size=4), dict(dynamic_img_size=True)),
+    "classes": (lambda m: m.reset_classifier(3), {}),
+    "mean of the tokens": (lambda m: m.reset_classifier(3, "avg"), {}),
+    "token after the mean": (lambda m: m.reset_classifier(3, "token"), dict(global_pool="avg")),
+    "no classes": (lambda m: m.reset_classifier(0), {}),
+    "no pool": (lambda m: m.reset_classifier(0, ""), {}),
+    "fewer blocks": (lambda m: m.prune_intermediate_layers([1]), {}),
+    "fewer blocks, same head": (lambda m: m.prune_intermediate_layers([0], prune_head=False), dict(global_pool="avg")),
+    "no norm": (lambda m: m.prune_intermediate_layers([1], prune_norm=True), {}),
+    "no norm after the mean": (lambda m: m.prune_intermediate_layers([1]), dict(global_pool="avg")),
+    "all": (lambda m: (m.set_input_size((12, 12)), m.reset_classifier(4, "max"), m.prune_intermediate_layers([1], prune_head=False)),
+            dict(key_norm=True, in_chans=3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
+    from timm.models._hub import save_for_hf
+    do, options = CHANGES[change]
+    model = build(NANO[0], **options).eval()
+    do(model)
+    save_for_hf(model, tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, model.in_chans, *model.patch_embed.img_size)
+    assert loaded.patch_embed.img_size == model.patch_embed.img_size and loaded.global_pool == model.global_pool
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_an_unknown_pool_is_both_errors():
+    "A ValueError as everywhere in the kit, and an AssertionError as in timm's models."
+    for error in (ValueError, AssertionError):
+        with pytest.raises(error, match="global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"):
+            build(NANO[0], global_pool="map")
+        with pytest.raises(error, match="global_pool is 'map'"):
+            build(NANO[0]).reset_classifier(3, "map")
 
 
 # bad input

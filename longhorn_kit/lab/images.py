@@ -62,7 +62,9 @@ def image_endings() -> frozenset:
 
 def walked(folder):
     "Yield (folder, its visible folders, its visible files) for a folder and all below it."
-    for root, folders, files in os.walk(folder, followlinks=True):
+    def unreadable(error): # os.walk would leave out the folder
+        raise error
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
         here = os.path.realpath(root)
         above = lambda name: f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))
@@ -117,10 +119,12 @@ class FolderImages(Reader):
 
 def folder_images(folder: Path) -> FolderImages:
     "Return a reader of one folder per class; ValueError or OSError if a class has no images."
+    expected = f"expected {folder}/CLASS/IMAGE.jpg"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist; {expected}")
     images, others, bare = survey(folder, image_endings())
     if not images:
-        state = "contains no images" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {state}; expected {folder}/CLASS/IMAGE.jpg")
+        raise FileNotFoundError(f"{folder} contains no images; {expected}")
     report_others(folder, others, bare)
     check_folders(images)
     names = sorted({path.parent.name for path in images}, key=natural_key)

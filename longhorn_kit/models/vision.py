@@ -33,7 +33,7 @@ def vision_scan(
     scan: str,        # a name in `SCANS`
 ) -> Tensor:          # (B,T,D)
     "Run the scan called `scan`, with its skip."
-    if exporting() or torch.jit.is_tracing():
+    if torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
     if scan == "mamba":
         return selective_scan(q, k, x, b, -torch.exp(wide(A_log)), b_bias, D_skip).contiguous()
@@ -45,8 +45,7 @@ def vision_scan(
 @torch.jit.ignore
 def vision_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor: # (B,T,D), (D,1,W), (D,) -> (B,T,D) contiguous
     "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
-    plain = exporting() or torch.jit.is_tracing()
-    return causal_conv1d(u, weight, bias, backend="torch" if plain else "auto").contiguous()
+    return causal_conv1d(u, weight, bias, backend="torch" if exporting() else "auto").contiguous()
 
 @register_notrace_function
 @torch.jit.ignore
@@ -61,6 +60,21 @@ _opaque_scan = torch.library.custom_op("longhorn_kit::vision_scan", vision_scan,
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
     return x.new_empty(x.shape)
 
+def _keep_inputs(ctx, inputs, output):
+    *tensors, ctx.scan = inputs
+    ctx.save_for_backward(*tensors)
+
+def _gradients(ctx, grad):
+    if torch.is_grad_enabled():
+        raise RuntimeError("a scripted or traced vision model has no second derivative")
+    leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+    with torch.enable_grad():
+        y = vision_scan(*leaves, ctx.scan)
+    slopes = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], grad))
+    return (*[None if t is None else next(slopes) for t in leaves], None)
+
+_opaque_scan.register_autograd(_gradients, setup_context=_keep_inputs)
+
 SCANS = ("longhorn", "longhorn_exact", "mamba")
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-012
@@ -73,11 +87,22 @@ class Direction(nn.Module):
         self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1)
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
         self.b_proj = nn.Linear(rank, d_inner)
-        self.D_skip = nn.Parameter(torch.ones(d_inner))
-        rates = torch.arange(1.0, d_state + 1).log().repeat(d_inner, 1)
-        self.A_log = nn.Parameter(rates) if scan == "mamba" else None
-        self.key_scale = nn.Parameter(torch.full((1,), 2.0)) if key_norm else None
-        self.b_proj.bias = nn.Parameter(time_step_bias(d_inner) if scan == "mamba" else torch.zeros(d_inner))
+        self.D_skip = nn.Parameter(torch.empty(d_inner))
+        self.A_log = nn.Parameter(torch.empty(d_inner, d_state)) if scan == "mamba" else None
+        self.key_scale = nn.Parameter(torch.empty(1)) if key_norm else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        "Draw the parameters outside PyTorch's layers, and the bias of the step sizes; the layers draw theirs before."
+        nn.init.ones_(self.D_skip)
+        bias = self.b_proj.bias
+        with torch.device(bias.device):
+            if self.A_log is not None:
+                self.A_log.copy_(torch.arange(1.0, self.A_log.shape[1] + 1).log())
+            bias.copy_(torch.zeros(len(bias)) if self.A_log is None else time_step_bias(len(bias)))
+        if self.key_scale is not None:
+            nn.init.constant_(self.key_scale, 2.0)
 
     def call_conv(self, u: Tensor): return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
 
@@ -198,6 +223,7 @@ class VisionLonghorn(VisionBase):
         d_state: int = 16,            # N
         class_token: bool = True,     # needed by global_pool="token"
         fc_norm: bool | None = None,  # norm after pooling, not before; None: unless pooling takes the token
+        final_norm: bool = True,      # False: no norm after the blocks
         dynamic_img_size: bool = False, # take images of any size, interpolating positions
         dynamic_img_pad: bool = False,  # and pad them to whole patches
         drop_rate: float = 0.0,       # dropout before the classifier
@@ -218,13 +244,12 @@ class VisionLonghorn(VisionBase):
         info = dict(num_chs=embed_dim, reduction=patch_size)
         self.feature_info = [dict(module=f"blocks.{i}", **info) for i in range(depth)]
         late = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
-        norm = nn.RMSNorm(embed_dim, eps=1e-5)
+        norm = nn.RMSNorm(embed_dim, eps=1e-5) if final_norm else nn.Identity()
         self.norm, self.fc_norm = (nn.Identity(), norm) if late else (norm, nn.Identity())
         self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
-        self.init_weights()
-        for block in self.blocks: # their updates add up
-            block.mixer.out_proj.weight.data.div_(math.sqrt(depth))
+        self.init_weights(needs_reset=False)
+        self.shrink_updates()
 
     def forward(self, x: Tensor) -> Tensor: return self.forward_head(self.forward_features(x))
 

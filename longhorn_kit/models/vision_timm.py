@@ -22,13 +22,30 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 
+try:
+    from timm.models import _input as timm_input
+except ImportError: # an earlier timm, which saves the first arguments of a changed model
+    timm_input = None
+
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-006
+def reset_layers(module: nn.Module) -> None:
+    "Draw the weights of all layers inside a module: each layer after the layers that it is made of."
+    for child in module.children():
+        reset_layers(child)
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+
 class VisionWeights(nn.Module):
     "Starting values, positions and pooling of a Vim."
 
     @torch.no_grad()
-    def init_weights(self, mode: str = ""):
-        "Draw small tokens and a small head."
+    def init_weights(self, mode: str = "", needs_reset: bool = True):
+        """Draw all weights, as the constructor does; the same seed gives the same ones.
+
+        `needs_reset=False` draws only tokens, filters of the patches and head. timm's modes all mean the same here."""
+        if needs_reset:
+            reset_layers(self)
+            self.shrink_updates()
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -36,6 +53,16 @@ class VisionWeights(nn.Module):
         trunc_normal_(filters.weight, std=(1 / filters.weight[0].numel()) ** 0.5)
         nn.init.zeros_(filters.bias)
         self.init_head()
+
+    def reset_parameters(self):
+        "Draw all weights, for code that calls this name after `to_empty`."
+        self.init_weights()
+
+    @torch.no_grad()
+    def shrink_updates(self):
+        "Divide the first weights of the blocks' outputs, which add up."
+        for block in self.blocks:
+            block.mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
 
     def init_head(self):
         "Draw the classifier's first weights."
@@ -47,10 +74,10 @@ class VisionWeights(nn.Module):
         "Return patches with positions (B,1+L,C), class token first."
         pos = self.pos_embed
         if self.dynamic_img_size:
-            B, H, W, C = x.shape
+            _, H, W, _ = x.shape
             pos = resample_abs_pos_embed(pos, new_size=[H, W], old_size=self.patch_embed.grid_size,
                                          num_prefix_tokens=self.num_prefix_tokens)
-            x = x.view(B, -1, C)
+            x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         return self.pos_drop(x + pos)
@@ -62,6 +89,9 @@ class VisionWeights(nn.Module):
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-008
 POOLS = ("", "token", "avg", "avgmax", "max")
+
+class UnknownPool(ValueError, AssertionError):
+    "A ValueError, as everywhere in the kit, and an AssertionError, as in timm's models."
 
 class VisionTools(VisionWeights):
     "Methods that timm's tools call."
@@ -84,18 +114,26 @@ class VisionTools(VisionWeights):
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes, global_pool=None):
+        "Replace the classifier; the norm stays before or after pooling, where it is."
         if global_pool is not None:
             self._check_pool(global_pool)
             self.global_pool = global_pool
+            self._note(global_pool=global_pool, fc_norm=not isinstance(self.fc_norm, nn.Identity))
         like = dict(device=self.pos_embed.device, dtype=self.pos_embed.dtype)
         self.num_classes = num_classes
         self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes > 0 else nn.Identity()
         self.init_head()
+        self.head.train(self.training)
+
+    def _note(self, **arguments):
+        "Keep arguments of the constructor that build the model as it is now; timm saves them with the weights."
+        if timm_input is not None:
+            timm_input.update_model_args(self, **arguments)
 
     def _check_pool(self, pool):
         known = [name for name in POOLS if name != "token" or self.cls_token is not None]
         if pool not in known:
-            raise ValueError(f"global_pool is {pool!r}; expected one of {', '.join(map(repr, known))}")
+            raise UnknownPool(f"global_pool is {pool!r}; expected one of {', '.join(map(repr, known))}")
 
     @torch.jit.ignore
     def set_input_size(self, img_size=None, patch_size=None):
@@ -105,17 +143,22 @@ class VisionTools(VisionWeights):
         if self.patch_embed.grid_size != before:
             self.pos_embed = nn.Parameter(resample_abs_pos_embed(
                 self.pos_embed.detach(), new_size=list(self.patch_embed.grid_size), old_size=list(before),
-                num_prefix_tokens=self.num_prefix_tokens))
+                num_prefix_tokens=self.num_prefix_tokens), requires_grad=self.pos_embed.requires_grad)
+        if timm_input is not None:
+            timm_input.update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
 
     @torch.jit.ignore
     def prune_intermediate_layers(self, indices=1, prune_norm=False, prune_head=True):
         "Drop the blocks after the last in `indices`; return the indices that stay."
         keep, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[:last + 1]
+        self._note(depth=len(self.blocks))
         self.norm = nn.Identity() if prune_norm else self.norm
         if prune_head:
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
+        if prune_norm or prune_head:
+            self._note(final_norm=isinstance(self.norm, nn.RMSNorm) or isinstance(self.fc_norm, nn.RMSNorm))
         return keep
 
     @torch.jit.ignore
@@ -149,7 +192,7 @@ SIZES = {
     "small_patch16_224": dict(embed_dim=384, depth=24),
     "base_patch16_224": dict(embed_dim=768, depth=24),
     "tiny_patch4_32": dict(img_size=32, patch_size=4, embed_dim=192, depth=12),
-    "nano_patch2_8": dict(img_size=8, patch_size=2, embed_dim=64, depth=2, d_state=8),
+    "nano_patch2_8": dict(img_size=8, patch_size=2, embed_dim=64, depth=3, d_state=8),
 }
 INPUTS = { # images as timm's data tools should prepare them
     "224": dict(input_size=(3, 224, 224), num_classes=1000, crop_pct=0.875, interpolation="bicubic",
@@ -176,18 +219,26 @@ def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
     return state
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-014
+def own_weights(state_dict: dict, model: nn.Module) -> dict:
+    "Return a checkpoint's weights for the model, and note how many classes they have."
+    state = checkpoint_filter_fn(state_dict, model)
+    head = state.get("head.weight")
+    if head is not None:
+        model.pretrained_cfg["num_classes"] = len(head)
+    return state
+
 def register_vim(model_class, name: str):
     "Make `timm.create_model(name)` work."
     def build(pretrained=False, **options): # of the model or of timm's builder
         scan, size = name.split("_vim_")
         if pretrained and not (options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")):
-            raise ValueError(f"{name} has no published weights; train it, or give "
-                             "pretrained_cfg_overlay=dict(file=PATH) with your own weights")
+            raise ValueError(f"{name} has no published weights; train it, or load your own weights of N classes by "
+                             "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)")
         chans = INPUTS[size.split("_")[-1]]["input_size"][0]
         options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
         indices = options.pop("out_indices", min(3, options["depth"]))
         return build_model_with_cfg(
-            model_class, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+            model_class, name, pretrained, pretrained_filter_fn=own_weights,
             feature_cfg=dict(out_indices=indices, feature_cls="getter"), **options)
     build.__name__ = build.__qualname__ = name
     return register_model(build)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn.parameter import Parameter, UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compat import NEEDS_TRITON
@@ -30,22 +31,50 @@ def check_choice(name: str, value, choices):
         raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}")
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n07
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64) # 8 bits are for storage: PyTorch cannot add them
+
+def fits(shape: tuple, valid: tuple) -> bool: # valid: a letter stands for any size
+    "Return whether a shape is a valid one."
+    if len(shape) != len(valid):
+        return False
+    for size, wanted in zip(shape, valid):
+        if type(wanted) is not str and not wanted == size:
+            return False
+    return True
+
+def fault(name: str, t, shapes: tuple, like: str, device) -> str | None:
+    "Return what `check_tensor` has against `t`, or None."
+    written = lambda s: "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
+    wanted = " or ".join(map(written, shapes)) + (f" to match {like}" if like else "")
+    if not isinstance(t, Tensor):
+        return f"{name} is {type(t).__name__}; expected a tensor of shape {wanted}"
+    if isinstance(t, UninitializedTensorMixin):
+        return f"{name} is {type(t).__name__}, which has no shape yet; expected a tensor of shape {wanted}"
+    if t.layout is not torch.strided or t.is_nested:
+        layout = "nested" if t.is_nested else str(t.layout)
+        return f"{name} has the layout {layout}; expected a dense tensor of shape {wanted}"
+    if not any(fits(t.shape, valid) for valid in shapes):
+        return f"{name} has shape {tuple(t.shape)}; expected {wanted}"
+    if not t.is_floating_point():
+        return f"{name} has dtype {t.dtype}; expected a floating-point dtype"
+    if t.dtype not in FLOATS:
+        return f"{name} has dtype {t.dtype}; expected float64, float32, bfloat16 or float16"
+    if device is not None and t.device != device:
+        return f"{name} is on device {t.device}; expected {device} to match {like}"
+
 def check_tensor(
     name: str, t, *shapes, # the argument and its valid shapes; a letter stands for any size
     like: str = "", device=None, # the argument that fixes the sizes, and its device if it must be the same
 ):
-    "Raise ValueError unless `t` is a floating-point tensor of one of the shapes, on the device."
-    written = lambda s: "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
-    wanted = lambda: " or ".join(map(written, shapes)) + (f" to match {like}" if like else "")
-    if not isinstance(t, Tensor):
-        raise ValueError(f"{name} is {type(t).__name__}; expected a tensor of shape {wanted()}")
-    same = lambda s: len(s) == t.dim() and all(isinstance(a, str) or a == n for a, n in zip(s, t.shape))
-    if not any(map(same, shapes)):
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; expected {wanted()}")
-    if not t.is_floating_point():
-        raise ValueError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
-    if device is not None and t.device != device:
-        raise ValueError(f"{name} is on device {t.device}; expected {device} to match {like}")
+    "Raise ValueError unless `t` is a dense floating-point tensor of one of the shapes, on the device."
+    plain = type(t) is Tensor or type(t) is Parameter
+    if plain and t.dtype in FLOATS and t.layout is torch.strided and not t.is_nested:
+        if device is None or t.device == device:
+            for valid in shapes:
+                if fits(t.shape, valid):
+                    return # the usual case, which eager calls pass many times
+    if (wrong := fault(name, t, shapes, like, device)) is not None:
+        raise ValueError(wrong)
 
 def check_optional(name: str, t, *shapes, **fit):
     "Check a tensor; let None pass."
@@ -155,8 +184,10 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 def exporting() -> bool:
-    "Return whether `torch.export` traces; in PyTorch 2.11 `is_exporting` is also True while `torch.compile` does."
-    return torch.compiler._is_exporting_flag
+    """Return whether `torch.export` or `torch.jit.trace` records a program.
+
+    In PyTorch 2.11 `is_exporting` is also True while `torch.compile` traces."""
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
 _READ = WeakIdKeyDictionary() # bounds that were read: version and values
@@ -256,7 +287,7 @@ def call_form(*options, tensors=()) -> tuple | None:
     try:
         form = (*options, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
         return form if hash(form) else None
-    except (AttributeError, TypeError): # not a tensor, or an option that is a list
+    except (AttributeError, TypeError, RuntimeError): # not a tensor or without a shape, or an option that is a list
         return None
 
 def passed(form: tuple | None) -> bool:

@@ -359,9 +359,6 @@ def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
 
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n45
-BY_REFERENCE = ("the reference scan can: longhorn_scan and selective_scan take backend='reference', "
-                "and a layer by layer.scan = functools.partial(layer.scan, backend='reference')")
-
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
@@ -380,9 +377,12 @@ def _gradients(ctx, dy, dS, _):
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
-        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True); "
-                           f"{BY_REFERENCE}") from error
+        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True) with "
+                           f"backend='chunked'; backend='reference' has them{ELSEWHERE}") from error
     return *grads, None if A is None else dA, dS, None, None, None, None
+
+ELSEWHERE = ( # for callers that have no argument `backend`
+    " (a layer runs it after layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself)")
 
 def once_only(operation, why):
     "Make a backward operation raise RuntimeError on a second derivative."
@@ -392,7 +392,7 @@ def once_only(operation, why):
 
 register_autograd(_operation, _gradients, setup_context=_setup)
 once_only(_operation_backward,
-          f"this scan has no second derivative; {BY_REFERENCE}")
+          f"this scan has no second derivative with backend='chunked'; backend='reference' has one{ELSEWHERE}")
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):

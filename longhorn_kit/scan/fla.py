@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from .launch import resolved
+
 # %% ../../nbs/machine/fla.ipynb #fla-n06
 @functools.cache
 def _fla_trouble():
@@ -86,6 +88,7 @@ def fla_kernel(k, log_decay, beta, bonus):
 
 # %% ../../nbs/machine/fla.ipynb #fla-n15
 def _run(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
+    q, k, x, log_decay, beta, bonus, initial_state = resolved(q, k, x, log_decay, beta, bonus, initial_state)
     kernel, rates = fla_kernel(k, log_decay, beta, bonus)
     state = None if initial_state is None else initial_state.mT.contiguous()
     y, S = kernel(q.contiguous(), k.contiguous(), x.contiguous(), *rates,

@@ -22,7 +22,17 @@ def unwatched() -> bool:
 
 def in_eager(*tensors: Tensor | None) -> bool:
     "Return whether a call on these may go straight to its kernels."
-    return unwatched() and all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors)
+    if not unwatched():
+        return False
+    for t in tensors: # a loop costs half of a generator
+        if t is not None and (type(t) is not Tensor and type(t) is not Parameter or t.is_neg()):
+            return False
+    return True
+
+
+def resolved(*tensors: Tensor | None) -> list[Tensor | None]:
+    "Return the tensors with their changes of sign done, for kernels and for a backward that keeps them."
+    return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
 
 # %% ../../nbs/machine/launch.ipynb #launch-008
 def differentiable(run: Callable, setup: Callable, gradients: Callable) -> Callable:

@@ -17,7 +17,7 @@ from .arguments import check_choice, check_matrix_arguments, check_tensor, kerne
 from .exact_chunks import causal_read
 from .fla import fla_matrix_scan, fla_obstacle
 from .onnx import in_order, onnx_exporting
-from .reference import compute_dtype, no_autocast, widened
+from .reference import compute_dtype, no_autocast, tied, widened
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-006
 def matrix_update(
@@ -57,7 +57,9 @@ def reference_matrix_scan(
     for t in range(T):
         before, S = S, matrix_update(S, k[:, t], x[:, t], at(log_decay, t), at(beta, t))
         reads.append(matrix_read(before, S, q[:, t], k[:, t], x[:, t], bonus))
-    return (torch.stack(reads, 1), S) if reads else (torch.zeros_like(x), S.clone())
+    if not reads:
+        return tied(torch.zeros_like(x), q, k, x, log_decay, beta, bonus, S), S.clone()
+    return torch.stack(reads, 1), S
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-016
 def decayed_products(
@@ -125,7 +127,7 @@ def chunked_matrix_scan(
     (B, T, H, P), N = x.shape, k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
     if T == 0:
-        return torch.zeros_like(x), S.clone()
+        return tied(torch.zeros_like(x), q, k, x, log_decay, beta, bonus, S), S.clone()
     log_decay = x.new_zeros(B, T, H, 1) if log_decay is None else log_decay.clamp(min=STRONGEST)
     chunk = min(T, chunk or (64 if log_decay.shape[-1] == 1 else 16))
     q, k, u, decay = (into_chunks(t, chunk) for t in (q, k, x, log_decay))

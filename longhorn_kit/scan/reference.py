@@ -26,13 +26,21 @@ def skip_and_gate(
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-010
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     "Return the dtype of the state and of all arithmetic: float64 if any input has it, else float32."
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if double else torch.float32
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 def widened(*tensors: Tensor | None) -> list:
     "Return all tensors in their `compute_dtype`; None stays None."
     dtype = compute_dtype(*tensors)
     return [None if t is None else t.to(dtype) for t in tensors]
+
+def tied(out: Tensor, *tensors: Tensor | None) -> Tensor:
+    "Return `out`, which has no elements, as a function of the tensors: each gets a gradient of zeros."
+    for t in tensors:
+        out = out if t is None else out + 0 * t.sum()
+    return out
 
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-n12
@@ -74,6 +82,7 @@ def reference_scan(
     beta = torch.sigmoid(b if b_bias is None else b + b_bias)
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state
     y, state = scan_steps(lambda S, t: STEPS[form](S, k[:, t], x[:, t], beta[:, t]), q, state)
+    y = y if y.shape[1] else tied(y, q, k, x, beta, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-022
@@ -105,4 +114,5 @@ def reference_selective_scan(
     rates = (lambda t: A) if A.dim() == 2 else (lambda t: A[:, t, None, :])
     step = lambda S, t: s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t))
     y, state = scan_steps(step, q, state)
+    y = y if y.shape[1] else tied(y, q, k, x, delta, A, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state

@@ -16,7 +16,7 @@ from .arguments import (
     bounds_for_kernels, call_form, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle,
     kernels_or, passed, remember, traced, transformed, wants_gradient)
 from .op import run_sequences, step_slots
-from .reference import no_autocast
+from .reference import no_autocast, tied, widened
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 CONV_BACKENDS = ("auto", "triton", "torch")
@@ -27,16 +27,20 @@ def torch_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D); (D,W) taps, oldest first; (D,)
     past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
     activation: str | None = "silu", # "silu" or None
-) -> tuple: # outputs (B,T,D), and the last W-1 inputs (B,D,W-1)
-    "Return the convolution by `F.conv1d`, and the inputs that the next call needs."
-    width, steps = weight.shape[-1], x.shape[1]
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+) -> tuple: # outputs (B,T,D) in x.dtype; the last W-1 inputs (B,D,W-1), in the wider dtype of x and past
+    "Return the convolution by `F.conv1d`, in float32 or float64 inside, and the inputs that the next call needs."
+    width, steps, dtype = weight.shape[-1], x.shape[1], x.dtype
     x = x.transpose(1, 2)
-    x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
-    with no_autocast(x.device.type): # the outputs have the dtype of x
-        y = F.conv1d(x, weight[:, None], bias, groups=len(weight)) if steps and x.numel() else x[..., width - 1:]
+    x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past, x], -1)
+    x_wide, weight, bias = widened(x, weight, bias)
+    with no_autocast(x.device.type):
+        if steps and x.numel():
+            y = F.conv1d(x_wide, weight[:, None], bias, groups=len(weight))
+        else:
+            y = tied(x_wide[..., width - 1:], weight, bias)
     y = y.transpose(1, 2).contiguous() # first: SiLU and its gradient are fast in one layout
-    return F.silu(y) if activation else y, x[..., steps:].clone()
+    y = F.silu(y) if activation else y
+    return y.to(dtype), x[..., steps:].clone()
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-018
 def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
@@ -91,7 +95,7 @@ def causal_conv1d(
     one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
     y, final = run_sequences(one, (x,), lengths, initial_state, True)
     y = (y, y) if twice else y
-    return (y, final) if output_final_state else y
+    return (y, final.to(x.dtype)) if output_final_state else y
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 @documented

@@ -19,7 +19,7 @@ from torch.library import custom_op, register_autograd
 
 from .arguments import check_apart, in_range
 from .chunked import once_only
-from .launch import changed, differentiable, in_eager, launch
+from .launch import changed, differentiable, in_eager, launch, resolved, unwatched
 from .triton_portable import (
     INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
 from .triton_portable_backward import _as, _sums_of_rows
@@ -478,8 +478,8 @@ def _gradients(ctx, dy, dfinal, also=None):
 
 
 register_autograd(_short_conv, _gradients, setup_context=_setup)
-once_only(_short_conv_backward, "this convolution has no second derivative in its kernel; causal_conv1d takes "
-          "backend='torch', which has one, and so have layers on a CPU")
+once_only(_short_conv_backward, "causal_conv1d has no second derivative with backend='triton'; backend='torch' has one "
+          "(torch.func runs it by itself)")
 
 
 def _run_twice(*inputs): # with y as two tensors over the same memory
@@ -495,9 +495,12 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
 
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
     tensors = x, weight, bias, initial_state
+    direct = in_eager(*tensors, cu_seqlens)
+    if not direct and unwatched():
+        *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
     if twice:
         conv = _twice
-    elif not in_eager(*tensors, cu_seqlens): # by name: if a notebook and the package define it, the last one is valid
+    elif not direct: # by name: if a notebook and the package define it, the last one is valid
         conv = torch.ops.longhorn_kit.short_conv.default
     else:
         conv = _once if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) else _run
@@ -556,9 +559,13 @@ def _(x_t, state, weight, bias, silu, slots=None):
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
 def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
-    args = x_t, state, weight, bias, activation is not None
-    direct, ops = in_eager(*args[:4], slots), torch.ops.longhorn_kit
+    tensors, silu, ops = (x_t, state, weight, bias), activation is not None, torch.ops.longhorn_kit
+    direct = in_eager(*tensors, slots)
+    if not direct and unwatched():
+        *tensors, slots = resolved(*tensors, slots)
     if not inplace:
-        return (_fresh_step if direct else ops.short_conv_step.default)(*args)
-    y = (_step_in_place if direct else ops.short_conv_step_.default)(*args, slots)
+        return (_fresh_step if direct else ops.short_conv_step.default)(*tensors, silu)
+    y = (_step_in_place if direct else ops.short_conv_step_.default)(*tensors, silu, slots)
+    if tensors[1] is not state: # a copy with the right signs
+        state.copy_(tensors[1])
     return y, changed(state) if direct else state

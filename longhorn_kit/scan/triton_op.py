@@ -21,8 +21,8 @@ from torch.library import custom_op, register_autograd
 
 from .. import __version__
 from .arguments import exporting, in_range, s6_form, traced
-from .chunked import BY_REFERENCE, once_only
-from .launch import differentiable, in_eager
+from .chunked import ELSEWHERE, once_only
+from .launch import differentiable, in_eager, resolved, unwatched
 from .reference import reference_scan, reference_selective_scan
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
 from .triton_portable_backward import portable_backward
@@ -294,7 +294,8 @@ register_autograd(_scan, _gradients, setup_context=_setup)
 _differentiable = differentiable(_run, _setup, _gradients)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-028
-once_only(_scan_backward, f"this scan has no second derivative; {BY_REFERENCE}")
+once_only(_scan_backward,
+          f"this scan has no second derivative with backend='triton'; backend='reference' has one{ELSEWHERE}")
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-build
 _BUILT = set() # kinds of calls whose backward was built beside the first forward
@@ -345,6 +346,8 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
         scan, save, kernels = _differentiable if learns else _run, learns, ""
         builder = _backward_builder(form, every, tensors) if first and learns else None
     else: # by name: see `triton_conv`
+        if unwatched():
+            *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
         scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
         kernels = f"fast: {', '.join(FAST_FORMS) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .launch import differentiable, in_eager, launch
+from .launch import differentiable, in_eager, launch, resolved
 from .triton_portable import INTERPRETED, _cdiv, _stored, on_its_device
 from .triton_portable_backward import _sum_of_rows
 
@@ -192,8 +192,11 @@ _differentiable = differentiable(_add_norm, _setup, torch.autograd.function.once
 
 def add_norm(h, y, weight, eps, dtype):
     "Return the stream `h + y` and its norm in `dtype`, (..,D) each."
-    run = torch.ops.longhorn_kit.add_norm.default if torch.compiler.is_compiling() else _differentiable
-    return run(h, y, weight, eps, dtype)[:2]
+    if torch.compiler.is_compiling():
+        return torch.ops.longhorn_kit.add_norm.default(h, y, weight, eps, dtype)[:2]
+    if h.is_neg() or y.is_neg() or weight.is_neg():
+        h, y, weight = resolved(h, y, weight)
+    return _differentiable(h, y, weight, eps, dtype)[:2]
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-024
 @triton.jit
@@ -299,5 +302,8 @@ _keys_in_eager = differentiable(
 
 def to_length(k, s):
     "Return keys (..,N) at the length s (1,), contiguous."
-    run = torch.ops.longhorn_kit.to_length.default if torch.compiler.is_compiling() else _keys_in_eager
-    return run(k, s)
+    if torch.compiler.is_compiling():
+        return torch.ops.longhorn_kit.to_length.default(k, s)
+    if k.is_neg() or s.is_neg():
+        k, s = resolved(k, s)
+    return _keys_in_eager(k, s)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from .launch import changed, in_eager, launch
+from .launch import changed, in_eager, launch, resolved, unwatched
 from .triton_conv import overlapped, updated
 from longhorn_kit.scan.triton_portable import (
     RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
@@ -138,9 +138,13 @@ def triton_step(
     slots: Tensor | None = None, # (B,) rows of a pool, in place only
 ):
     "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
-    args = rule, q, k, x, b, A, state, bias, skip, z
-    direct, ops = in_eager(*args[1:], slots), torch.ops.longhorn_kit # by name: see `triton_conv`
+    tensors, ops = (q, k, x, b, A, state, bias, skip, z), torch.ops.longhorn_kit # by name: see `triton_conv`
+    direct = in_eager(*tensors, slots)
+    if not direct and unwatched():
+        *tensors, slots = resolved(*tensors, slots)
     if not inplace:
-        return (_fresh_step if direct else ops.step.default)(*args)
-    out = (_step_in_place if direct else ops.step_.default)(*args, slots)
+        return (_fresh_step if direct else ops.step.default)(rule, *tensors)
+    out = (_step_in_place if direct else ops.step_.default)(rule, *tensors, slots)
+    if tensors[5] is not state: # a copy with the right signs
+        state.copy_(tensors[5])
     return out, changed(state) if direct else state
