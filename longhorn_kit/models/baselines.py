@@ -18,7 +18,7 @@ from .memory import bias_apart, wide, with_product
 from .mixer import (
     Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer, start_with)
 from ..scan.arguments import check_optional
-from ..scan.onnx import for_onnx
+from ..scan.onnx import onnx_exporting
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -94,8 +94,6 @@ def _(positions, half, base, dtype):
     rows, steps = positions.shape
     return tuple(positions.new_empty(rows, 1, steps, half, dtype=dtype) for _ in range(2))
 
-for_onnx(torch.ops.longhorn_kit.rotary.default)(_rotary)
-
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
 def rotate(
     x: Tensor, # (...,B,H,T,P)
@@ -107,7 +105,8 @@ def rotate(
     positions = start if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
     if positions.dim() < 2:
         positions = positions.reshape(-1, 1) + torch.arange(x.shape[-2], device=x.device)
-    tables = torch.ops.longhorn_kit.rotary.default if torch.compiler.is_compiling() else _rotary
+    opaque = torch.compiler.is_compiling() and not onnx_exporting()
+    tables = torch.ops.longhorn_kit.rotary.default if opaque else _rotary
     cos, sin = tables(positions, a.shape[-1], base, x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 

@@ -17,7 +17,7 @@ from torch.library import custom_op, register_autograd
 from .arguments import exporting, in_range, outside, s6_form
 from . import native
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
-from .onnx import for_onnx, in_order
+from .onnx import in_order, onnx_exporting
 from .reference import STEPS, no_autocast, s6_update, skip_and_gate, widened
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n07
@@ -309,8 +309,8 @@ def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
 
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n40-c
-@for_onnx(torch.ops.longhorn_kit.chunked_scan.default)
-def _steps(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
+def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
+    "Return the read-outs (B,T,D) and the last state of the operation as ONNX's `Scan`."
     if cu_seqlens is not None:
         raise ValueError("packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row")
     size = v if form == "s6_given" else torch.sigmoid(v) if form in STEPS else F.softplus(v)
@@ -324,8 +324,7 @@ def _steps(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
             S = s6_update(S, k, x, size, rates[0][:, None] if timed else rates[0])
         return [S, (S * q[:, None, :]).sum(-1)]
 
-    y, last = in_order(step, S, [q, k, x, size, *timed], constants)
-    return y, last, []
+    return in_order(step, S, [q, k, x, size, *timed], constants)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
@@ -405,8 +404,11 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     keep = learns and not (exporting() or torch.jit.is_tracing()) # a program may run with or without gradients
     if not chunk:
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
-    scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
-    y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
+    if onnx_exporting():
+        y, S = onnx_scan(q, k, x, v, A, S, cu_seqlens, form)
+    else:
+        scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
+        y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
     if cu_seqlens is not None: # rows of no sequence stay zero and pass no gradient
         out = out.masked_fill(outside(cu_seqlens, x.shape[1]), 0)

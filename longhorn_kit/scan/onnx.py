@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch._higher_order_ops.scan import scan_op
 
 from .arguments import exporting
@@ -30,11 +29,3 @@ def in_order(
     rows = [t.detach().transpose(0, 1) for t in sequences]
     last, reads = scan_op(step, [state.detach()], rows, tuple(t.detach() for t in constants))
     return reads.transpose(0, 1), last
-
-# %% ../../nbs/machine/onnx.ipynb #onnx-n09
-def for_onnx(operation: torch._ops.OpOverload) -> Callable: # such as torch.ops.longhorn_kit.rotary.default
-    "Return a decorator: a function of PyTorch's operations that ONNX takes in place of a custom operation."
-    def register(function):
-        decomposition_table[operation] = function
-        return function
-    return register
