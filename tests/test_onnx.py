@@ -6,8 +6,9 @@ from torch.export import Dim
 
 from mixers import NAMES, OPTIONS, parts
 from sweep import slow_case
-from longhorn_kit import LMConfig, Longhorn, SequenceLM, longhorn_scan
+from longhorn_kit import LMConfig, Longhorn, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
+from longhorn_kit.scan.chunked import onnx_scan
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason='needs the extra "onnx"')
@@ -110,21 +111,18 @@ def test_a_file_does_not_grow_with_the_length(tmp_path):
     assert sizes[0] == sizes[1] < 60
 
 
-class Packed(nn.Module):
-    def forward(self, q, x, bounds):
-        return longhorn_scan(q, q, x, x, cu_seqlens=bounds)
+def test_packed_sequences_are_refused():
+    q, x = torch.randn(1, 9, 4), torch.randn(1, 9, 3)
+    with pytest.raises(ValueError, match="cu_seqlens. cannot be exported to ONNX; read each as a separate row"):
+        onnx_scan(q, q, x, x, None, torch.zeros(2, 3, 4), torch.tensor([0, 3, 9]), "diagonal")
 
 
-def test_packed_sequences_are_refused(tmp_path):
-    given = torch.randn(1, 9, 4), torch.randn(1, 9, 3), torch.tensor([0, 3, 9])
-    with pytest.raises(Exception) as error:
-        torch.onnx.export(Packed(), given, tmp_path / "packed.onnx", dynamo=True, verbose=False)
-    causes = []
-    cause = error.value
-    while cause is not None:
-        causes.append(str(cause))
-        cause = cause.__cause__
-    assert any("cu_seqlens) cannot be exported to ONNX; read each as a separate row" in text for text in causes)
+def test_other_tracers_keep_the_custom_operations():
+    "Fake tensors, torch.compile and torch.export know the kit's operations, with gradients, and not their ONNX form."
+    operations = torch.ops.longhorn_kit
+    assert not {operations.chunked_scan.default, operations.rotary.default} & torch._decomp.decomposition_table.keys()
+    program = torch.export.export(Longhorn(16), (torch.randn(1, 9, 16),))
+    assert any(node.target is operations.chunked_scan.default for node in program.graph.nodes)
 
 
 @torch.no_grad()
