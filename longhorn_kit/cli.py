@@ -114,7 +114,8 @@ class Claims:
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.logbook:
             from longhorn_kit.lab.logbook import write_logbook
-            return print(f"written: {write_logbook(rows, self.logbook)}; trackio logbook serve {self.logbook} shows it")
+            folder = write_logbook(rows, self.logbook)
+            return print(f"written: {folder}; trackio logbook serve {folder} shows it")
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
