@@ -6,8 +6,9 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM', 'TrainVision',
-           'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
+           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM',
+           'TrainVision', 'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes',
+           'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -18,11 +19,12 @@ from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Litera
 import tyro
 
 from . import __version__
+from .extras import pip_command
 from .lab.claims import (
     PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
 from .lab.ledger import (
     cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes, reason)
-from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
+from .lab.use import Eval, Export, Generate, NoDefault, UsageError, model_folder, writable_folder
 from .records import in_one_line, plural, readable, to_plain, warn
 
 # %% ../nbs/machine/cli.ipynb #cli-005
@@ -271,9 +273,13 @@ def noted_failure(name: str, failed: dict) -> Iterator[None]:
 # %% ../nbs/machine/cli.ipynb #cli-029-3
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    "Context manager that turns SIGTERM into a KeyboardInterrupt; in the main thread only."
+    "Context manager that turns SIGTERM into a KeyboardInterrupt whose argument is its name; in the main thread only."
+    owner = os.getpid()
     def interrupt(number, frame):
-        raise KeyboardInterrupt("stopped by SIGTERM; what is finished is kept, and the same command resumes")
+        if os.getpid() == owner:
+            raise KeyboardInterrupt("SIGTERM")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread(): # signal handlers work only there
         yield
         return
@@ -282,6 +288,13 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+def interruption(stop: KeyboardInterrupt, command: Any) -> str:
+    "Return the line of an interrupted command; a training loop has written its own."
+    usual = getattr(command, "interrupted", "interrupted")
+    if stop.args == ("SIGTERM",):
+        return usual.replace("interrupted", "stopped by SIGTERM", 1)
+    return str(stop) or usual
 
 # %% ../nbs/machine/cli.ipynb #cli-031
 @dataclass
@@ -308,11 +321,7 @@ class Reproduce(Generic[S]):
             return NoSettings(), ""
         return find_experiment(named[0]).config(scale), ""
 
-    def __call__(self):
-        with sigterm_interrupts():
-            self.run()
-
-    def run(self) -> None:
+    def __call__(self) -> None:
         "Run the claims one after another, and write the page after each of them."
         for name in ("workers", "minutes"):
             if not (getattr(self, name) or 0) >= 0: # also NaN
@@ -362,7 +371,7 @@ class Reproduce(Generic[S]):
 @dataclass
 class Prepare:
     "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
-    source: tyro.conf.Positional[str] # stdlib, a path or glob of files, or hf:NAME:CONFIG#SPLIT@REVISION
+    source: tyro.conf.Positional[str] # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
     tokenizer: str = "bytes"     # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
     val: NoDefault[str] = None  # source of the held-out part; by default a share of the source
     fraction: float = 0.05       # that share
@@ -439,29 +448,45 @@ def train_from(options) -> None:
     overrides.pop("train", None)
     data = overrides.pop("data", None)
     machine = {name: getattr(options, name) for name in MACHINE if getattr(options, name) is not None}
+    layer = {}
+    for name in LAYER:
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            layer[name] = value
     if options.plan:
         from longhorn_kit.lab.planner import plan_text
-        print(plan_text(options.settings, options.mixer,
-                            micro_batches=overrides.get("gradient_accumulation_steps"), **machine))
+        parts = overrides.get("gradient_accumulation_steps")
+        print(plan_text(options.settings, options.mixer, options=layer, micro_batches=parts, **machine))
     elif not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
     elif machine:
         raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, **overrides)
+        start = str(model_folder(options.init_from)) if options.init_from else ""
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, layer,
+                 start, **overrides)
 
+LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")
 
 # %% ../nbs/machine/cli.ipynb #cli-039
 @dataclass
 class TrainLM(Generic[S]):
-    "Train a language model; the same command resumes an interrupted run. --preset NAME --help shows its values."
+    """Train a language model; the same command resumes an interrupted run, more --steps lengthen a finished one.
+
+    --preset NAME --help shows its values."""
     preset: str              # a name that --help lists
     out: NoDefault[str] = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
     verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
+    d_state: NoDefault[int] = None # numbers in the state per channel; by default the mixer's own number
+    d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
+    expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
+    n_heads: NoDefault[int] = None # heads of a mixer that has them; by default its own number
+    key_norm: bool = False   # give the keys of Longhorn one learnt length
+    init_from: str = ""      # start from these weights: a run of train-lm or a model's folder
     plan: bool = False       # train nothing: print memory, tokens per second and hours
     gpus: NoDefault[int] = None  # with --plan: how many; by default one
     gpu: NoDefault[str] = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100
@@ -498,7 +523,10 @@ class TrainVision(Generic[S]):
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and the presets, for the help."
         from longhorn_kit.lab.presets import listed, of_any_preset
-        from longhorn_kit.lab.vision_training import VISION_PRESETS
+        try:
+            from longhorn_kit.lab.vision_training import VISION_PRESETS
+        except ModuleNotFoundError: # only the help is asked for
+            return NoSettings(), f'\n\nIts flags and presets need the extra "vision": {pip_command("vision")}'
         if not (name := value_of("--preset", argv)):
             return of_any_preset(VISION_PRESETS["digits"].config), listed(VISION_PRESETS)
         known("preset", name, VISION_PRESETS)
@@ -609,14 +637,15 @@ def main(
         if argv in (["--version"], ["-V"]):
             print(f"longhorn {__version__}")
         elif command := agreed(parse, argv):
-            command()
+            with sigterm_interrupts():
+                command()
             if several_processes():
                 from longhorn_kit.lab.processes import leave
                 atexit.register(leave)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as stop: # the training loop reports the step
-        return fail(str(stop) or getattr(command, "interrupted", "interrupted"), 130)
+        return fail(interruption(stop, command), 130)
     except BrokenPipeError: # the reader of our output has gone, as in `longhorn claims | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -16,10 +16,11 @@ NEEDS = {"reproduce": "lab", "claims": "lab", "prepare": "lm", "train-lm": "lm",
          "retrain": "hf"} # command: extra
 
 def start() -> int: # exit code
-    "Run the command line; without its extra, name that in one line."
+    "Run the command line; if a package is missing, name its extra."
     command = next((word for word in sys.argv[1:2] if word in NEEDS), "longhorn")
+    helps = any(word in ("-h", "--help") for word in sys.argv)
     try:
-        need(command, NEEDS.get(command, "lab"))
+        need(command, "lab" if helps else NEEDS.get(command, "lab"))
     except ModuleNotFoundError as error:
         print(f"longhorn: error: {error}", file=sys.stderr)
         return 1

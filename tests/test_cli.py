@@ -1,5 +1,5 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
-import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
+import dataclasses, errno, json, lzma, multiprocessing, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fakes
@@ -346,6 +346,32 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     assert "BrokenPipe" not in err and "a job failed" not in err, err
 
 
+@pytest.mark.parametrize("kind", cli.COMMANDS.values(), ids=cli.COMMANDS)
+def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
+    class Stopped(kind):
+        def __init__(self):
+            pass
+
+        def __call__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    monkeypatch.setattr(cli, "parse", lambda argv: Stopped())
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["stopped"]) == 130 and signal.getsignal(signal.SIGTERM) is before
+    told = capsys.readouterr().err
+    assert re.fullmatch("longhorn: error: stopped by SIGTERM(; [a-z, ]+)?\n", told)
+    assert ("resumes" in told) == (kind in (cli.Reproduce, cli.Prepare, cli.TrainLM, cli.TrainVision))
+
+
+def test_a_forked_process_of_a_command_ends_as_usual():
+    with cli.sigterm_interrupts():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        child.terminate()
+        child.join(10)
+    assert child.exitcode == -signal.SIGTERM
+
+
 # generate
 
 @pytest.fixture(scope="module")
@@ -624,6 +650,19 @@ def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     assert cli.main(["train-lm", "--preset", "laptop", "--out", "o", "--seed", "0", "--warmup", "0", "--save-every", "0",
                      "--compile", "--loss-chunk", "0", "--weight-decay", "0"]) == 0
     assert given == {"warmup": 0, "save_every": 0, "compile": True, "weight_decay": 0} # the others are the preset's
+
+
+def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_path, capsys):
+    given, model = [], tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).touch()
+    monkeypatch.setattr("longhorn_kit.lab.language_training.train_lm", lambda *words, **options: given.append(words[5:]))
+    words = ["train-lm", "--preset", "laptop", "--out", "o"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--d-state", "32", "--expand", "0", "--key-norm", "--init-from", str(tmp_path / "run")]) == 0
+    assert given == [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, str(model))]
+    assert "checkpoint nowhere does not exist" in fails(capsys, [*words, "--init-from", "nowhere"])
 
 
 def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):

@@ -511,3 +511,35 @@ def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1
+
+
+# ---- folders of texts
+
+
+def test_a_folder_stands_for_its_texts_and_counts_the_other_files(tmp_path, capsys):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b.txt").write_text("second\n")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"first\n"))
+    (tmp_path / "sub" / "c.md").write_text("third\n")
+    write_records(tmp_path / "sub" / "d.jsonl", text=["fourth\n"])
+    for name in ("cover.png", "back.PNG", "notes", ".git/config", ".hidden.txt"):
+        (tmp_path / name).write_bytes(b"\0")
+    assert [text for _, text in load_documents(str(tmp_path))] == ["first\n", "second\n", "third\n", "fourth\n"]
+    list(load_documents(str(tmp_path)))
+    assert capsys.readouterr().err == (f"longhorn: warning: of the folder {tmp_path} only texts are read; "
+                                       "left out: 2 files ('.png'), 1 file ('no ending')\n") # once
+
+
+def test_a_folder_without_a_text_is_refused_with_what_it_holds(tmp_path):
+    (tmp_path / "cover.png").write_bytes(b"\0")
+    with pytest.raises(FileNotFoundError, match=r"is a folder without texts; expected files that end in .txt, .*; it has 1 file \('.png'\)"):
+        list(load_documents(str(tmp_path)))
+
+
+def test_texts_named_as_held_out_are_never_trained_on(tmp_path):
+    (tmp_path / "a.train.txt").write_text("train this " * 9)
+    (tmp_path / "a.val.txt").write_text("hold this out " * 9)
+    corpus = prepare(str(tmp_path), cache=tmp_path / "cache")
+    decoded = [corpus.tokenizer.decode(part) for part in (corpus.train, corpus.val)]
+    assert "train this" in decoded[0] and "out" not in decoded[0] and "hold this out" in decoded[1]

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 import test_cli
 from longhorn_kit import cli, records
+from longhorn_kit.extras import pip_command
 from longhorn_kit.lab import evaluation, published
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.models import LMConfig, SequenceLM
@@ -371,4 +372,4 @@ def test_models_data_and_extras_that_are_missing_or_wrong(checkpoint, tmp_path, 
     said = fails(capsys, ["recall", "--model", str(checkpoint)])
     assert said.startswith("task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)") and "network" in said
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert fails(capsys, ["fda", "--model", str(checkpoint)]) == 'evaluation needs the extra "eval": pip install "longhorn-kit[eval]"'
+    assert fails(capsys, ["fda", "--model", str(checkpoint)]) == f'evaluation needs the extra "eval": {pip_command("eval")}'

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from longhorn_kit import LMConfig, SequenceLM, __version__, longhorn_scan, longhorn_step
 from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
-from longhorn_kit.extras import EXTRAS, need
+from longhorn_kit.extras import EXTRAS, PUBLISHED, need, pip_command
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.op import FORMS, pick_backend
 from longhorn_kit.start import NEEDS
 from mixers import every_matrix, every_mixer
+from sweep import slow_case
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -151,15 +152,57 @@ def test_scans_layers_and_models_need_only_the_core(core, tmp_path):
     folder, message = done.stdout.splitlines()
     place = Path(folder)
     assert place.is_relative_to(core.parent) and (place / "py.typed").exists() and not (place / "_modidx.py").exists()
-    assert message == 'a vision model needs the extra "vision": pip install "longhorn-kit[vision]"'
+    assert message == f'a vision model needs the extra "vision": {pip_command("vision")}'
 
 
 def test_without_extras_every_command_names_its_own(core, tmp_path):
     for command in (*NEEDS, ""):
-        done = run(core / "longhorn", *([command] * bool(command)), "--help", cwd=tmp_path)
-        extra, who = NEEDS.get(command, "lab"), command or "longhorn"
-        said = f'longhorn: error: {who} needs the extra "{extra}": pip install "longhorn-kit[{extra}]"\n'
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+        for helps in ([], ["--help"]):
+            done = run(core / "longhorn", *([command] * bool(command)), *helps, cwd=tmp_path)
+            extra, who = "lab" if helps else NEEDS.get(command, "lab"), command or "longhorn"
+            said = f'longhorn: error: {who} needs the extra "{extra}": {pip_command(extra)}\n'
+            assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+HIDE = '''
+import importlib.util, sys
+from importlib.abc import MetaPathFinder
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+present = importlib.util.find_spec
+def find_spec(name, package=None):
+    try:
+        return present(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = find_spec
+from longhorn_kit.start import start
+sys.exit(start())
+'''
+
+
+@pytest.mark.parametrize("command", ["train-lm", "train-vision", *map(slow_case, sorted(NEEDS.keys() - {"train-lm", "train-vision"}))])
+def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
+    "Other packages of extras are hidden from the process."
+    hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])
+    code = HIDE.replace("{packages}", repr(hidden))
+    done = run(sys.executable, "-c", code, command, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.startswith(f"usage: longhorn {command}")
+    if command == "train-vision":
+        assert 'Its flags and presets need the extra "vision"' in " ".join(done.stdout.replace("│", " ").split())
+    if NEEDS[command] != "lab":
+        done = run(sys.executable, "-c", code, command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        assert done.returncode == 1 and done.stderr == f'longhorn: error: {command} needs the extra "{NEEDS[command]}": {pip_command(NEEDS[command])}\n'
+
+
+def test_hints_name_a_package_index_only_once_it_has_the_package():
+    settings = (ROOT / "settings.ini").read_text()
+    assert f"\npublished = {PUBLISHED}\n" in settings
+    assert pip_command("lm") == ('pip install "longhorn-kit[lm]"' if PUBLISHED else 'pip install ".[lm]" in a clone of the repository')
 
 
 @pytest.mark.parametrize("module, who, extra", [
@@ -167,7 +210,7 @@ def test_without_extras_every_command_names_its_own(core, tmp_path):
 def test_without_extras_a_module_names_its_own(core, tmp_path, module, who, extra):
     done = run(core / "python", "-c", f"import longhorn_kit.{module}", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": pip install "longhorn-kit[{extra}]"')
+        f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": {pip_command(extra)}')
 
 
 def test_claims_are_the_same_from_the_wheel_and_the_repository(wheel, tmp_path):
@@ -467,6 +510,6 @@ def test_where_triton_interprets():
 
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
-    with pytest.raises(ModuleNotFoundError, match=r'^train-lm needs the extra "lm": pip install "longhorn-kit\[lm\]"$') as error:
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$") as error:
         need("train-lm", "lm", "torch", "no_such_package")
     assert error.value.name == "no_such_package"

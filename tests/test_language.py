@@ -21,10 +21,10 @@ from longhorn_kit.lab.language_training import held_out_losses, new_model, open_
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import TrainConfig
+from longhorn_kit.lab.recipe import TrainConfig, learning_rate
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_record
-from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, lm
+from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
 
 RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
@@ -188,6 +188,95 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, text
     assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn" # the planner reads it
 
 
+@pytest.fixture
+def trained(tmp_path, texts, monkeypatch):
+    "Return a function that trains a small model in a folder of this name."
+    monkeypatch.setitem(LM_PRESETS, "test", TINY)
+    def train(out, steps, **changes):
+        return train_lm("test", "longhorn", f"{texts}/docs.train.txt", tmp_path / out, steps=steps, seed=5, **changes)
+    return train
+
+
+def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
+    "From its last checkpoint on, at the rates of the longer run; also if the second part is interrupted."
+    for out in ("run", "stopped"):
+        short = trained(out, 3)
+    longer, folder = trained("run", 6), tmp_path / "run"
+    known, added = longer["history"][:3], longer["history"][3:]
+    assert longer["resumed_from"] == 3 and [line["loss"] for line in known] == [line["loss"] for line in short["history"]]
+    whole = override(TINY, steps=6, seed=5).train
+    assert [line["lr"] for line in added] == [learning_rate(step, whole) for step in (4, 5, 6)]
+    record = read_record(folder / "config.json")
+    assert record["lengthened"] == [3] and record["config"]["steps"] == 6 and [a["from_step"] for a in record["attempts"]] == [0, 3]
+    assert (folder / "model-3-steps" / "model.safetensors").exists() and files.run_facts(folder / "model-3-steps") == {}
+    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 3 to 6 steps"
+    step = training.train_step
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"):
+        patched.setattr(training, "train_step", lambda run: (run.step == 4 and os.kill(os.getpid(), signal.SIGTERM), step(run)))
+        trained("stopped", 6)
+    resumed = trained("stopped", 6)
+    assert resumed["resumed_from"] == 5 and [line["loss"] for line in resumed["history"]] == [line["loss"] for line in longer["history"]]
+    assert trained("run", 8)["steps"] == 8 and read_record(folder / "config.json")["lengthened"] == [3, 6]
+    assert {path.name for path in folder.glob("model*")} == {"model", "model-3-steps", "model-6-steps"}
+
+
+def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path, trained, texts):
+    trained("run", 4)
+    with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=3"):
+        trained("run", 3)
+    with pytest.raises(ValueError, match="holds a run with lr="):
+        trained("run", 6, lr=0.5)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
+        trained("run", 6)
+
+
+def test_no_experiment_takes_a_run_that_was_lengthened(tmp_path, trained, texts):
+    trained("run", 3)
+    trained("run", 5)
+    preset, corpus = override(TINY, steps=5, seed=5), language_training.prepare(f"{texts}/docs.train.txt")
+    with pytest.raises(ValueError, match="holds a run that was lengthened at step 3, which no experiment judges"):
+        language_training.fit(preset, "longhorn", corpus, tmp_path / "run", quiet=True)
+    trained("other", 3)
+    with pytest.raises(ValueError, match="holds a run with steps=3; this one has steps=5"):
+        language_training.fit(preset, "longhorn", corpus, tmp_path / "other", quiet=True)
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch):
+    trained("run", 3)
+    source = SequenceLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    starts, train = [], language_training.train
+    def noted(model, *arguments):
+        starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        assert model.training
+        return train(model, *arguments)
+    monkeypatch.setattr(language_training, "train", noted)
+    trained("from run", 2, init_from=str(tmp_path / "run" / "model"))
+    assert all(torch.equal(weight, starts[-1][name]) for name, weight in source.items())
+    digest = read_record(tmp_path / "from run" / "start.json")["weights"]
+    assert files.run_facts(tmp_path / "from run" / "model")["Base"] == f"weights with SHA-256 {digest}"
+    assert trained("from run", 2, init_from=str(tmp_path / "run" / "model"))["resumed_from"] == 2
+    for changes in ({}, {"init_from": str(tmp_path / "from run" / "model")}):
+        with pytest.raises(ValueError, match="from run holds a run that started from other weights"):
+            trained("from run", 2, **changes)
+    for changes, match in (({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+                           ({"options": {"d_state": 3}}, "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}"),
+                           ({"init_from": str(tmp_path / "nowhere")}, "nowhere")):
+        with pytest.raises((ValueError, OSError), match=re.escape(match)):
+            trained("wrong", 2, **{"init_from": str(tmp_path / "run" / "model"), **changes})
+
+
+@pytest.mark.parametrize("mixer, options", [("longhorn", {"d_state": 3, "expand": 1}), ("mamba", {"d_state": 3}), ("gla", {"n_heads": 2})])
+def test_options_of_the_mixer_belong_to_the_model_and_to_its_size(mixer, options):
+    config = model_config(override(TINY, d_model=64), mixer, 256, options)
+    assert config.mixer_options == options
+    shared = {name: value for name, value in options.items() if name != "n_heads"}
+    target = count_parameters(LMConfig(256, 64, TINY.n_layer, mixer_options=shared))
+    assert abs(count_parameters(config) / target - 1) < 0.01
+    with pytest.raises(ValueError, match="mixer 'attention' has no option 'd_state'"):
+        model_config(TINY, "attention", 256, {"d_state": 3})
+
+
 @pytest.mark.parametrize("place", [".", "{}", "~"])
 def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
@@ -247,7 +336,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
 @pytest.mark.parametrize("call, match", [
     (lambda folder: run(EXPERIMENT, "moon", folder), "language has no scale 'moon'; it has: laptop, gpu, paper"),
     (lambda folder: rehearse(TOY, folder, data=""), "name the text with --data"),
-    (lambda folder: rehearse(TOY, folder, data=str(Path(__file__).parent)), r"is a folder; name its files, such as .*/\*\.txt"),
+    (lambda folder: rehearse(TOY, folder, data=str(Path(__file__).parent)), r"is a folder without texts; expected files that end in .txt, .*; it has .*'.py'"),
     (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
     (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
     (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),

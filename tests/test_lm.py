@@ -1,12 +1,15 @@
 """The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
-import errno, json, math, os, random, re
+import contextlib, errno, json, math, os, random, re
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 from mixers import every_mixer
@@ -176,6 +179,48 @@ def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
     closed = model.blocks[1](model.blocks[0](h + y))
     torch.manual_seed(1)
     assert torch.equal(sum(model.blocks[1](*model.blocks[0](h, y))), closed)
+
+
+@contextlib.contextmanager
+def alone():
+    "A process group of this process, for sharded models."
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", (False, True))
+@pytest.mark.parametrize("mixer, d_mlp, tied", [("longhorn_exact", 0, True), ("gla", 24, False)])
+def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tied, sharded):
+    "The flow of FSDP2 and torchtitan: build on meta, shard, `to_empty`, `init_weights`."
+    build = lambda: SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=d_mlp, tie_embeddings=tied))
+    with torch.device("meta"):
+        model = build()
+    with alone() if sharded else contextlib.nullcontext() as mesh:
+        for part in (*model.blocks, model) if sharded else ():
+            fully_shard(part, mesh=mesh)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, math.nan)
+        torch.manual_seed(4)
+        model.init_weights()
+        state = {name: value.full_tensor() if sharded else value for name, value in model.state_dict().items()}
+    torch.manual_seed(4)
+    fresh = build().state_dict()
+    assert all(torch.equal(value, fresh[name]) for name, value in state.items())
+
+
+def test_resetting_every_submodule_of_a_model_keeps_its_scales():
+    "Also a block or a layer that is reset alone keeps the scale that the model gives it."
+    model = SequenceLM(LMConfig(50, 64, 4, d_mlp=64))
+    sizes = {name: value.std() for name, value in model.state_dict().items() if value.std() > 0}
+    for reset in (*model.modules(), model.blocks[1], model.blocks[2].mixer):
+        if hasattr(reset, "reset_parameters"):
+            reset.reset_parameters()
+    for name, size in sizes.items():
+        assert 0.7 < model.state_dict()[name].std() / size < 1.4, name
 
 
 def test_fresh_weights_have_the_stated_sizes():

@@ -1,5 +1,5 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
-import copy, functools, math, statistics, time
+import copy, functools, math, re, statistics, time
 
 import pytest
 import torch
@@ -375,32 +375,6 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
 
 
 @every_mixer
-def test_a_layer_that_cannot_be_scripted_says_so_in_one_line(name):
-    "A layer, alone or inside a module, refuses `torch.jit.script` with a line that names what to use."
-    for module in (MIXERS[name](16), torch.nn.Sequential(MIXERS[name](16))):
-        with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot read \w+; use torch.compile, torch.export or torch.jit.trace$"):
-            torch.jit.script(module)
-
-
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "mamba"))
-def test_the_message_about_second_derivatives_names_a_way_that_works(name):
-    torch.manual_seed(0)
-    layer, x = MIXERS[name](8).double(), torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
-
-    def second():
-        slope, = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), x)[0]
-
-    with pytest.raises(RuntimeError) as refused:
-        second()
-    assert "layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself" in str(refused.value)
-    slope = torch.func.grad(lambda x: layer(x).square().sum())
-    by_func = torch.func.grad(lambda x: slope(x).square().sum())(x.detach())
-    layer.scan = functools.partial(layer.scan, backend="reference")
-    torch.testing.assert_close(second(), by_func)
-
-
-@every_mixer
 @pytest.mark.parametrize("batch, steps", ((0, 5), (2, 0)))
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, steps):
     "Every parameter gets a gradient of zeros from a batch without rows or without tokens: processes that share gradients wait for each."
@@ -504,3 +478,94 @@ def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning
     torch.manual_seed(0)
     name, options = parts(name)
     assert_exported_equals_eager(build_mixer(name, 32, **options), lambda B, T: torch.randn(B, T, 32), learning, 100)
+
+
+def emptied(build):
+    "A module built without memory, which then holds NaN."
+    with torch.device("meta"):
+        module = build()
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    return module
+
+
+@every_layer
+def test_a_layer_without_memory_is_drawn_as_by_its_constructor(name):
+    "After `to_empty`, `reset_parameters` gives the parameters that the constructor gives with the same seed."
+    name, options = parts(name)
+    build = lambda: build_mixer(name, 24, **options)
+    layer = emptied(build)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    fresh = build().state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+
+
+@every_layer
+def test_resetting_every_submodule_gives_the_starting_values(name):
+    "Resetting all submodules of a layer in turn, also of a copy, keeps what the layer asks of its projections."
+    name, options = parts(name)
+    build = lambda: build_mixer(name, 64, **options)
+    layer = copy.deepcopy(emptied(build))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    one, two = build().state_dict(), build().state_dict()
+    for key, value in layer.state_dict().items():
+        if torch.equal(one[key], two[key]): # no random numbers
+            assert torch.equal(value, one[key]), key
+        else:
+            assert value.isfinite().all(), key
+            assert value.numel() < 100 or 0.8 < value.std() / one[key].std() < 1.25, key
+
+
+def test_device_and_dtype_are_kept_when_parameters_are_drawn_again():
+    layer = Longhorn(16, dtype=torch.bfloat16)
+    kinds = {key: value.dtype for key, value in layer.state_dict().items()}
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    fresh = Longhorn(16, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+    assert kinds == {key: value.dtype for key, value in fresh.items()}
+    layer.to("meta").reset_parameters()
+    assert all(parameter.is_meta for parameter in layer.parameters())
+
+
+def test_a_wrapped_layer_is_not_drawn_again():
+    layer = Longhorn(16)
+    layer.in_proj = Added(layer.in_proj, 0.0)
+    with pytest.raises(ValueError, match="Longhorn has a parameter in_proj.* call reset_parameters before the layer is wrapped"):
+        layer.reset_parameters()
+
+
+@pytest.mark.parametrize("name", ("longhorn_exact", "mamba", "attention"))
+def test_a_layer_can_be_traced_and_refuses_to_be_scripted(name):
+    layer = make(name).eval()
+    traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
+    h = torch.randn(3, 20, 16)
+    torch.testing.assert_close(traced(h), layer(h))
+    grads = [torch.autograd.grad(f(h).square().sum(), layer.in_proj.weight if hasattr(layer, "in_proj") else layer.qkv_proj.weight)[0]
+             for f in (traced, layer)]
+    torch.testing.assert_close(*grads)
+    for module in (layer, lm.SequenceLM(lm.LMConfig(20, 16, 1, name))):
+        with pytest.raises(RuntimeError, match="^torch.jit.script cannot compile [A-Z][a-z]+; torch.export.export and torch.jit.trace can$"):
+            torch.jit.script(module)
+
+
+@pytest.mark.parametrize("name", ("longhorn", "mamba"))
+def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
+    layer, h = make(name).double(), torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
+    def second():
+        first, = torch.autograd.grad(layer(h).square().sum(), h, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), h)[0]
+    with pytest.raises(RuntimeError) as error:
+        second()
+    way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", str(error.value))[1]
+    layer.scan = eval(way, {"functools": functools, "layer": layer})
+    found, step = second(), 1e-6
+    direction = torch.randn_like(h)
+    ahead, behind = (torch.autograd.grad(layer(h + side * step * direction).square().sum(), h)[0].square().sum() for side in (1, -1))
+    torch.testing.assert_close((found * direction).sum(), (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ import pytest
 from test_training import CONFIG, Interrupting, failing, run
 
 from longhorn_kit import cli
+from longhorn_kit.extras import pip_command
 from longhorn_kit.records import read_json, read_jsonl
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -105,5 +106,5 @@ def test_a_missing_package_is_refused_first(tmp_path, monkeypatch, capsys, comma
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
     assert cli.main([command, *COMMANDS[command].split(), "--track", name, "--out", "run"]) == 1 and not list(tmp_path.iterdir())
-    package = '"longhorn-kit[track]"' if name == "tensorboard" else name
-    assert capsys.readouterr().err == f"longhorn: error: track is '{name}', and its package is missing: pip install {package}\n"
+    command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
+    assert capsys.readouterr().err == f"longhorn: error: track is '{name}', and its package is missing: {command}\n"

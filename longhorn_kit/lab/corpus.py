@@ -6,7 +6,7 @@
 __all__ = ['PARTS', 'tokenise', 'Corpus', 'prepare']
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-003
-import ctypes, hashlib, io, itertools, json, math, os, shutil, signal, sys, threading, time
+import ctypes, glob, hashlib, io, itertools, json, math, os, shutil, signal, sys, threading, time
 from contextlib import closing, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -445,9 +445,18 @@ def check_settings(source, val, bins, fraction, column, **counts):
     if column != "text" and (bins or source == "stdlib"):
         raise ValueError(f"{source} has no columns; text_column={column!r} does not apply to it")
 
+# %% ../../nbs/machine/corpus.ipynb #corpus-033-folder
+def held_out_files(source, val):
+    "Return globs of NAME.train.txt and NAME.val.txt for a folder that has both; otherwise the sources as they are."
+    folder = Path(source).expanduser()
+    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
+    if source in ("", "stdlib") or val is not None or not (glob.glob(trained) and glob.glob(held)):
+        return source, val
+    return trained, held
+
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
-    source: str | Path = "stdlib", # or files, a prepared folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
+    source: str | Path = "stdlib", # or files, a folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
     tokenizer: str = "bytes", # "bytes", "gpt2", "gpt2:FOLDER" or "chars:FOLDER"
     val: str | Path | None = None, # source of the held-out part; by default a share of `source`
     fraction: float = VAL_PART, # the held-out share
@@ -460,6 +469,7 @@ def prepare(
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
+    source, val = (source, val) if bins else held_out_files(source, val)
     check_settings(source, val, bins, fraction, text_column, limit=limit, tokens=tokens, workers=workers)
     encoder = bin_tokenizer(bins, tokenizer) if bins else get_tokenizer(tokenizer)
     stages = [(source, None, text_column)]

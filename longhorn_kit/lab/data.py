@@ -9,6 +9,7 @@ __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_has
 
 # %% ../../nbs/machine/data.ipynb #data-003
 import codecs, glob, gzip, hashlib, io, itertools, json, logging, lzma, os, pickle, re, shutil, sys, sysconfig, zlib
+from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -316,6 +317,36 @@ def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str,
     if name is None:
         raise ValueError(f"{path} is empty")
 
+# %% ../../nbs/machine/data.ipynb #data-028-folder
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".parquet") # also compressed
+
+def ending_of(path):
+    "Return the ending of a file's name in small letters, without that of a compression."
+    name = path.name.lower()
+    for compression in COMPRESSED:
+        name = name.removesuffix(compression)
+    return Path(name).suffix or "no ending"
+
+@lru_cache
+def warn_of_files(folder, others): # once per process
+    if os.environ.get("RANK", "0") == "0":
+        warn(f"of the folder {folder} only texts are read; left out: {others}")
+
+def folder_files(folder):
+    "Return the texts in a folder and in its folders, sorted; FileNotFoundError without any."
+    files = [path for path in sorted(folder.rglob("*"))
+             if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
+    counts = Counter(ending_of(path) for path in files if ending_of(path) not in TEXT_ENDINGS)
+    others = ", ".join(f"{plural(count, 'file')} ({ending!r})" for ending, count in sorted(counts.items()))
+    if not texts:
+        expected = ", ".join(TEXT_ENDINGS)
+        raise FileNotFoundError(f"data source {str(folder)!r} is a folder without texts; expected files that end in "
+                                f"{expected}; it has {others or 'no files'}")
+    if others:
+        warn_of_files(folder, others)
+    return texts
+
 # %% ../../nbs/machine/data.ipynb #data-028
 @lru_cache(maxsize=None)
 def warn_once(message: str) -> None:
@@ -330,13 +361,13 @@ def escaped_folder(path: Path) -> Path:
             return Path(glob.escape(str(folder))) / path.relative_to(folder)
     return path
 
-def matching_files(pattern: str | Path) -> list[Path]: # a path, or a glob such as "books/*.txt.xz"
+def matching_files(pattern: str | Path) -> list[Path]: # a file, a folder, or a glob such as "books/*.txt.xz"
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir():
-        raise FileNotFoundError(f"data source {pattern!r} is a folder; name its files, such as {path}/*.txt")
+    if path.is_dir() and str(pattern): # "" would be the working folder
+        return folder_files(path)
     names = glob.glob(str(escaped_folder(path)), recursive=True)
     files = sorted(name for name in map(Path, names) if name.is_file())
     folders = [name for name in names if Path(name).is_dir()]

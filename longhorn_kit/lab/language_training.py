@@ -10,13 +10,14 @@ import glob, hashlib, json, shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n05
-from .corpus import Corpus, prepare
-from .data import VAL_PART, CharTokenizer, file_documents, matching_files
+from .corpus import Corpus, prepare, tokenizer_hash
+from .data import VAL_PART, CharTokenizer, file_documents, get_tokenizer, matching_files
 from .presets import LMPreset, find_preset, model_config, override
 from .processes import check_launcher, check_memory, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
@@ -25,7 +26,8 @@ from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
-from ..records import atomic_file, check_same_settings, digest_of, read_json, read_record, to_plain
+from ..records import (
+    FullPath, atomic_file, check_same_settings, digest_of, read_json, read_record, to_plain)
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-008
 def stretches(tokens, total: int | None) -> np.ndarray:
@@ -114,6 +116,31 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         torch.manual_seed(seed)
         return SequenceLM(config)
 
+# %% ../../nbs/machine/language_training.ipynb #language_training-n14-c
+def started_model(config: LMConfig, tokenizer: Any, init_from: str) -> SequenceLM: # init_from: its folder
+    "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
+    model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
+    known, ours = to_plain(model.config.to_dict()), to_plain(config.to_dict())
+    for name in ours:
+        if known[name] != ours[name] and name != "dropout":
+            raise ValueError(f"--init-from {init_from} is a model with {name}={known[name]}; this one has "
+                             f"{name}={ours[name]}")
+    theirs = get_tokenizer(trained_tokenizer(init_from, model.config.vocab_size))
+    if tokenizer_hash(theirs) != tokenizer_hash(tokenizer):
+        raise ValueError(f"--init-from {init_from} was trained on tokens of {tokenizer_hash(theirs)}; "
+                         f"this run has {tokenizer_hash(tokenizer)}")
+    model.config = config # with the dropout of this run
+    for block in model.blocks:
+        block.dropout = config.dropout
+    return model.train()
+
+def weights_sha256(model: SequenceLM) -> str:
+    "Return the SHA-256 of a model's weights."
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()
+
 # %% ../../nbs/machine/language_training.ipynb #language_training-n16
 def save_lm(
     model: SequenceLM,
@@ -145,11 +172,15 @@ def check_same_model(folder: Path, notes: dict) -> None:
     "Raise ValueError if the folder's run has another model or text."
     if (folder / "images.json").exists():
         raise ValueError(f"{folder} holds a run of train-vision; use another folder or delete it")
-    if not all((folder / name).exists() for name in (*notes, "config.json")): return # no run here
-    ours = notes["lm_config.json"]
+    always = ("lm_config.json", "text.json", "config.json")
+    if not all((folder / name).exists() for name in always): return # no run here
+    ours, start = notes["lm_config.json"], folder / "start.json"
     if read_record(folder / "text.json")["source"] != notes["text.json"]["source"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_record(folder / "lm_config.json"), ours, ("mixer", *ours))
+    digest = read_record(start)["weights"] if start.exists() else None
+    if digest != notes.get("start.json", {}).get("weights"):
+        raise ValueError(f"{folder} holds a run that started from other weights; use another folder or delete it")
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
@@ -165,19 +196,27 @@ def fit(
     val: object = None, # as `val_tokens` of `train`; None: the corpus's
     out: Path | None = None, # of the model; None: `model` in the folder of the run
     quiet: bool = False, # no progress
+    options: dict | None = None, # of the mixer, such as {"d_state": 32}
+    init_from: str = "", # folder of a model to take the first weights from; "": random weights
+    lengthens: bool = False, # more steps than a finished run had continue it
 ) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; an interrupted run resumes."
-    config = model_config(preset, mixer, corpus.tokenizer.vocab_size)
+    config = model_config(preset, mixer, corpus.tokenizer.vocab_size, options)
     notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["text_sha256"]}}
     with together():
+        started = started_model(config, corpus.tokenizer, init_from) if init_from else None
+        if started is not None:
+            place = FullPath(Path(init_from).resolve())
+            notes["start.json"] = {"init_from": place, "weights": weights_sha256(started)}
         if is_main_process():
             check_same_model(Path(folder), notes)
         step_bytes = 2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
         check_memory(count_parameters(config), step_bytes, preset.train, "d_model, n_layer, batch_size or context")
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
+    model = new_model(config, preset.train.seed) if started is None else started
     val = stretches(corpus.val, preset.val) if val is None else val
-    model = new_model(config, preset.train.seed)
-    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end)
+    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end,
+                   lengthens)
     model = gather_full_model(model)
     if is_main_process():
         tokenizer = preset.tokenizer # with the vocabulary's folder
@@ -188,10 +227,17 @@ def fit(
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-032
-def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> dict:
-    "Return the arguments of `prepare`."
+def first_steps(folder: str | Path) -> int | None:
+    "Return the steps with which the run in a folder was started, before it was lengthened; None without a run."
+    if not (Path(folder) / "config.json").exists():
+        return None
+    record = read_record(Path(folder) / "config.json")
+    return [*record.get("lengthened", []), record["config"]["steps"]][0]
+
+def source_of(preset: LMPreset, data: str | None = None, own: bool = False, steps: int | None = None) -> dict:
+    "Return the arguments of `prepare`; `steps`: those of the run, if it has fewer because it was lengthened."
     source, recipe = preset.data if data is None else data, preset.train
-    enough = recipe.context * (recipe.steps * recipe.batch_size + 1) + 1 # of a stream: what the run reads
+    enough = recipe.context * ((steps or recipe.steps) * recipe.batch_size + 1) + 1 # of a stream: what the run reads
     return {"source": source, "tokenizer": preset.tokenizer, "tokens": enough if source.startswith("hf:") else None,
             "fraction": preset.fraction if own or source == preset.data else VAL_PART}
 
@@ -199,10 +245,12 @@ def source_of(preset: LMPreset, data: str | None = None, own: bool = False) -> d
 def train_lm(
     preset: str, # a key of `LM_PRESETS`
     mixer: str, # a key of `MIXERS`
-    data: str | None, # "stdlib", a path or glob of files, or hf:NAME; None: the preset's
+    data: str | None, # "stdlib", a file, folder or glob of texts, or hf:NAME; None: the preset's
     out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
     verify: bool = False, # compare all prepared tokens with their SHA-256
+    options: dict | None = None, # of the mixer, such as {"d_state": 32}
+    init_from: str = "", # folder of a model to take the first weights from
     **overrides: object, # see `override`
 ) -> dict:                # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
@@ -213,12 +261,12 @@ def train_lm(
         mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
-        source = source_of(chosen, data, "fraction" in overrides)
+        source = source_of(chosen, data, "fraction" in overrides, first_steps(out))
         corpus = prepare(**source, text_column=text_column, verify=verify)
         if is_main_process():
             print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
-    _, result = fit(chosen, mixer, corpus, out)
+    _, result = fit(chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True)
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "

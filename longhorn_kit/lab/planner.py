@@ -255,12 +255,13 @@ def plan(
     gpu: str = RECORDED, # its name in torch or on the data sheet
     micro_batches: int | None = None, # parts of a step; None: as few as the memory allows
     network: float | None = None,  # GB/s (1e9 bytes per second) per GPU between nodes; None: `NETWORK`
+    options: dict | None = None, # of the mixer
 ) -> Plan:
     "Plan the training of a preset with this mixer; ValueError if it cannot be planned."
     train, tokenizer = preset.train, preset.tokenizer.split(":")[0]
     gpu = f"NVIDIA {gpu.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
     check_setting(train, tokenizer, gpus, gpu, micro_batches, network)
-    config, share = model_config(preset, mixer, VOCABULARY[tokenizer]), train.batch_size // gpus
+    config, share = model_config(preset, mixer, VOCABULARY[tokenizer], options), train.batch_size // gpus
     parameters, tries = count_parameters(config), divisors(share)
     plans = [Plan(train, config, parameters, gpus, gpu, network, n)
              for n in ([micro_batches] if micro_batches else tries)]

@@ -16,6 +16,7 @@ from .recipe import LARGEST, TrainConfig
 from ..models import LMConfig
 from ..models.files import fill_mlp, match_parameters
 from ..models.lm import count_parameters
+from ..models.mixer import mixer_options
 from ..records import check_ranges
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-006
@@ -142,15 +143,24 @@ def official_sizes(config: LMConfig) -> LMConfig: # with half as many blocks as 
     if config.mixer not in ("attention", "gla"):
         raise ValueError(f"the authors' size of {config.mixer} is not available to us; there are: attention, gla")
     heads, d_mlp = (max(1, round(config.d_model / size)) for size in (64, 24))
-    return replace(config, d_mlp=64 * d_mlp, mixer_options={"n_heads": heads})
+    return replace(config, d_mlp=64 * d_mlp, mixer_options=config.mixer_options | {"n_heads": heads})
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-018
-def model_config(preset: LMPreset, mixer: str, vocab_size: int) -> LMConfig:
+def model_config(
+    preset: LMPreset,
+    mixer: str, # a key of `MIXERS`
+    vocab_size: int,
+    options: dict | None = None, # of the mixer, such as {"d_state": 32}
+) -> LMConfig:
     "Return a preset's model, within 1 % of Longhorn's parameters, or at the authors' size."
-    base = LMConfig(-(-vocab_size // preset.pad_vocab) * preset.pad_vocab, preset.d_model, preset.n_layer)
+    options = options or {}
+    shared = {name: value for name, value in options.items() if name in mixer_options("longhorn")}
+    base = LMConfig(-(-vocab_size // preset.pad_vocab) * preset.pad_vocab, preset.d_model, preset.n_layer,
+                    mixer_options=shared)
+    target = count_parameters(base)
+    config = replace(base, mixer=mixer, mixer_options=options)
     if mixer == base.mixer:
-        return base
-    config, target = replace(base, mixer=mixer), count_parameters(base)
+        return config
     if not mixer.startswith(("longhorn", "mamba")):
         config = replace(config, n_layer=max(1, preset.n_layer // 2), dropout=preset.dropout)
         if preset.sizes == "official":

@@ -66,6 +66,8 @@ class Run:
     validate: object = None # model -> dict of metrics
     vocab_size: int | None = None # of the model, if it has one
     known: dict | None = None # config.json of earlier attempts
+    lengthens: bool = False # a run that is finished here may get more steps
+    ends: list = field(default_factory=list) # steps at which a finished run was lengthened
     checkpoints: list = () # to resume from, oldest first
     saving: Saving = None
     step: int = 0 # optimiser steps done
@@ -222,6 +224,12 @@ def scan_backend_of(run):
     return scan_backend(block.mixer, dtype) if hasattr(block, "mixer") else None
 
 # %% ../../nbs/machine/training.ipynb #training-027
+def set_model_aside(run):
+    "Rename the model of a shorter run to `model-STEPS-steps`, once."
+    model, aside = run.folder / "model", run.folder / f"model-{run.ends[-1]}-steps"
+    if run.step == run.ends[-1] and model.exists() and not aside.exists():
+        model.rename(aside)
+
 def record_attempt(run, beside):
     "Write config.json with this attempt, and metrics.jsonl up to the checkpoint."
     if run.accelerator.is_main_process:
@@ -231,6 +239,9 @@ def record_attempt(run, beside):
         for name, content in beside.items() if not run.known else ():
             write_record(run.folder / name, content)
         record = {"id": run.id, "config": run.config, "parameters": parameters, "attempts": [*before, attempt]}
+        if run.ends:
+            record["lengthened"] = run.ends
+            set_model_aside(run)
         write_record(run.folder / "config.json", record)
         write_jsonl(run.folder / "metrics.jsonl", run.history)
 
@@ -276,10 +287,10 @@ def train_loop(run, stop, bar):
                                     f"{state if run.folder else 'nothing was kept'}")
 
 # %% ../../nbs/machine/training.ipynb #training-031
-def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=None, end=None):
+def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=None, end=None, lengthens=False):
     "Return a `Run` that all processes agree on; otherwise ValueError in all, and no file is left behind."
     accelerator, host = make_accelerator(config.cpu, config.precision), socket.gethostname()
-    run = Run(config, accelerator, Path(folder) if folder else None)
+    run = Run(config, accelerator, Path(folder) if folder else None, lengthens=lengthens)
     with peers_watched(accelerator.num_processes, run.where), ExitStack() as brief:
         with together() as leader:
             fill_run(run, model, train_tokens, val_tokens, end)
@@ -297,13 +308,27 @@ def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=N
     return run
 
 # %% ../../nbs/machine/training.ipynb #training-032
+def lengthen(run):
+    "Return the settings that may differ: none, or those of the end if this start lengthens a finished run."
+    done, now = run.known["config"]["steps"], run.config.steps
+    run.ends = run.known.get("lengthened", [])
+    if run.ends and not run.lengthens:
+        raise ValueError(f"{run.folder} holds a run that was lengthened at step {run.ends[-1]}, which no experiment "
+                         "judges; use another folder or delete it")
+    finished = [path.name for path in checkpoints(run.folder)][-1:] == [f"step-{done:08d}"]
+    if not (run.lengthens and finished and now > done):
+        return frozenset()
+    run.ends = [*run.ends, done]
+    print(f"longhorn: the finished run of {done} steps in {run.folder} is lengthened to {now}", file=sys.stderr)
+    return frozenset({"steps", "warmup"})
+
 def take_folder(run, stack, brief): # stack, brief: ExitStacks of the run and of its start
     "Lock the folder, compare its settings and return a file that marks this start."
     stack.enter_context(only_run_in(run.folder))
     if (run.folder / "config.json").exists():
         run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
         before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # for what old runs lack
-        fixed = sorted(set(ours) - run.config.may_change)
+        fixed = sorted(set(ours) - run.config.may_change - lengthen(run))
         check_same_settings(run.folder, before | run.known["config"], ours, fixed)
     tidy(run.folder, run.config.save_total_limit)
     for left in run.folder.glob(".start-*"): # from a killed start
@@ -384,13 +409,14 @@ def train(
     same: dict | None = None, # more facts that all processes must share: name -> value
     beside: dict | None = None, # records to write beside config.json of a new run: name -> content
     end: int | None = None, # token that closes a document, for `reset_documents`
+    lengthens: bool = False, # more steps continue a finished run from its last checkpoint
 ) -> dict:
     """Train or resume a run, and return a dict: loss, last evaluation, seconds, history.
 
     Raises TrainingDiverged, WorkerLost, KeyboardInterrupt, ValueError or OSError."""
     mode = model.training
     with ExitStack() as stack:
-        run = make_run(model, train_tokens, val_tokens, config, folder, same, stack, end)
+        run = make_run(model, train_tokens, val_tokens, config, folder, same, stack, end, lengthens)
         main, count = run.accelerator.is_main_process, run.accelerator.num_processes
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from .memory import bias_apart, wide, with_product
-from .mixer import Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer
+from .mixer import (
+    Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer, start_with)
 from ..scan.arguments import check_optional
+from ..scan.onnx import for_onnx
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
@@ -24,6 +26,10 @@ def time_step_bias(size: int) -> Tensor: # (size,)
     "Return biases whose softplus lies between 0.001 and 0.1, evenly on a logarithmic scale."
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return dt + torch.log(-torch.expm1(-dt)) # the inverse of softplus
+
+def draw_time_steps(layer):
+    "Start with such biases."
+    layer.bias.copy_(time_step_bias(len(layer.bias)))
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-011
 @register_mixer("mamba")
@@ -35,7 +41,7 @@ class Mamba(ScanMixer):
         super().__init__(d_model, d_state, d_conv, expand)
         self.dt_proj = nn.Linear(self.rank, self.d_inner)
         self.add_rates()
-        self.dt_proj.bias = nn.Parameter(time_step_bias(self.d_inner))
+        start_with(self.dt_proj, draw_time_steps)
 
     def add_rates(self) -> None:
         self.A_log = nn.Parameter(torch.arange(1.0, self.d_state + 1).log().repeat(self.d_inner, 1))
@@ -57,6 +63,11 @@ class Mamba(ScanMixer):
         (dt_t, bias), A = bias_apart(self.dt_proj, dt_low_rank_t), self.rates(x_t[:, None])
         return selective_step(q_t, k_t, x_t, dt_t, A, S, bias, self.D_skip, z_t, **options)
 
+# %% ../../nbs/models/21_baselines.ipynb #21_baselines-021-r
+def rates_in_order(layer):
+    "Start with biases whose softplus is 1 to N."
+    layer.bias.copy_(torch.arange(1.0, len(layer.bias) + 1).expm1().log())
+
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-022
 @register_mixer("mamba_input_a")
 class MambaInputA(Mamba):
@@ -64,7 +75,7 @@ class MambaInputA(Mamba):
 
     def add_rates(self) -> None:
         self.A_proj = nn.Linear(self.d_inner, self.d_state)
-        self.A_proj.bias = nn.Parameter(torch.arange(1.0, self.d_state + 1).expm1().log())
+        start_with(self.A_proj, rates_in_order)
 
     def rates(self, x: Tensor) -> Tensor:
         "Return -A_t (B,T,N), at first near -1 to -N."
@@ -82,6 +93,8 @@ def _rotary(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tu
 def _(positions, half, base, dtype):
     rows, steps = positions.shape
     return tuple(positions.new_empty(rows, 1, steps, half, dtype=dtype) for _ in range(2))
+
+for_onnx(torch.ops.longhorn_kit.rotary.default)(_rotary)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
 def rotate(

@@ -117,11 +117,19 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         model, shape = read_json(Path(folder) / "config.json"), read_record(run / "lm_config.json")
         last = next(row for row in reversed(read_jsonl(run / "metrics.jsonl")) if "val_loss" in row)
-        start, text = read_record(run / "config.json")["attempts"][-1], read_record(run / "text.json")["source"]
+        record, text = read_record(run / "config.json"), read_record(run / "text.json")["source"]
+        start, base, schedule = record["attempts"][-1], "none; trained from random weights", {}
+        if (run / "start.json").exists():
+            base = f"weights with SHA-256 {read_record(run / 'start.json')['weights']}"
+        if ends := record.get("lengthened"):
+            schedule = {"Schedule": f"lengthened at step {ends[-1]} to {record['config']['steps']} steps"}
+            if Path(folder).name == f"model-{ends[-1]}-steps": # the longer run wrote the other records
+                return {}
         if all(shape[name] == value for name, value in model.items()):
             loss = last.get("ema_val_loss", last["val_loss"])
             held_out = f"{loss:.4f} nats per token, held out"
-            return card_facts(text, last["tokens"], held_out, start["environment"], start["command"])
+            facts = card_facts(text, last["tokens"], held_out, start["environment"], start["command"])
+            return facts | {"Base": base} | schedule
     return {}
 
 def card_facts(

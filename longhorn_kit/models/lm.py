@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
 from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
-from .mixer import CacheSlot, Device, Dtype, TextMask, build_mixer, check_number, check_sizes, placed
+from longhorn_kit.models.mixer import (
+    CacheSlot, Device, Dtype, TextMask, build_mixer, check_number, check_sizes, copy_values, device_of, placed,
+    redraw, start_with)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -76,6 +78,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model))
 
+    def reset_parameters(self) -> None:
+        "Set the weight to one."
+        nn.init.ones_(self.weight)
+
     def normalize(self, h: Tensor) -> Tensor:
         h, weight = wide(h), self.weight
         return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
@@ -113,6 +119,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps) if config.d_mlp else None
         self.mlp = SwiGLU(config.d_model, config.d_mlp) if config.d_mlp else None
 
+    reset_parameters = redraw
+
     def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None,
                 slot: CacheSlot | None = None, text: TextMask | None = None) -> Any:
         "Return the stream (..,d_model) after this block; if `y` is still to be added, the pair of stream and next `y`."
@@ -125,13 +133,20 @@ class Block(nn.Module):
         return h + y if closed else (h, y)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-017-b
-@torch.no_grad()
+def draw_embedding(layer: nn.Module):
+    "Start with the official code's embedding."
+    nn.init.normal_(layer.weight, std=0.02)
+
+def divide_weight(layer: nn.Module, by: float):
+    "Start with a smaller weight."
+    layer.weight /= by
+
 def draw_weights(model: nn.Module):
     "Draw the embedding; divide the stream's writers by the root of their number."
-    nn.init.normal_(model.embedding.weight, std=0.02)
-    writers = [weight for name, weight in model.named_parameters() if name.endswith("out_proj.weight")]
-    for weight in writers:
-        weight /= math.sqrt(len(writers))
+    start_with(model.embedding, draw_embedding)
+    names = [name for name, _ in model.named_parameters() if name.endswith("out_proj.weight")]
+    for name in names:
+        start_with(model.get_submodule(name.removesuffix(".weight")), divide_weight, math.sqrt(len(names)))
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-018
 @placed
@@ -147,6 +162,21 @@ class Backbone(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         draw_weights(self)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        "Draw all parameters again, one block at a time; see `redraw` for what a layer does."
+        with torch.device(device_of(self)): # in the constructor's order: the same seed gives the same values
+            embedding = nn.Embedding(self.config.vocab_size, self.config.d_model)
+            for block in self.blocks:
+                block.reset_parameters()
+            self.norm.reset_parameters()
+            if not self.config.tie_embeddings:
+                copy_values(self.lm_head, nn.Linear(self.config.d_model, self.config.vocab_size, bias=False))
+            start_with(embedding, draw_embedding)
+            copy_values(self.embedding, embedding)
+
+    init_weights = reset_parameters # the name that trainers of sharded models call
 
     def embed(self, tokens: Tensor, dims: int = 2) -> Tensor:
         "Return float32 or float64 vectors of tokens (B,T), or of (B,) with `dims=1`."

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
-from .mixer import Mixer, ScanMixer, TextMask, check_number, check_sizes, check_stream, register_mixer
+from .mixer import (
+    Mixer, ScanMixer, TextMask, check_number, check_sizes, check_stream, register_mixer, start_with)
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
@@ -91,10 +92,9 @@ def head_norm(y: Tensor, weight: Tensor | None = None) -> Tensor: # read-outs (.
     return (normed if weight is None else normed * weight).to(y.dtype)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
-@torch.no_grad()
-def start_small(weight: Tensor, *sizes: int): # weight (out,in) of stacked projections; rows of each
-    "Draw Xavier's starting values times 2^-2.5 for each projection, as RetNet and GLA do."
-    for part in weight[: sum(sizes)].split(sizes):
+def start_small(layer: nn.Linear, *sizes: int): # stacked projections; rows of each
+    "Start with Xavier's values times 2^-2.5 for each projection, as RetNet and GLA do."
+    for part in layer.weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-019
@@ -113,7 +113,7 @@ class RetNet(MatrixMixer):
         super().__init__(d_model, H, N + N % 2, P) # rotations need an even size
         self.rope_base = rope_base
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
-        start_small(self.in_proj.weight, self.keys, self.keys, self.values, self.values)
+        start_with(self.in_proj, start_small, self.keys, self.keys, self.values, self.values)
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
@@ -137,7 +137,7 @@ class GLA(MatrixMixer):
         check_number("temperature", temperature, lambda v: 0 < v < float("inf"), "above 0")
         self.temperature = temperature
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
-        start_small(self.in_proj.weight, self.keys, self.keys)
+        start_with(self.in_proj, start_small, self.keys, self.keys)
         self.decay_proj = nn.Sequential(nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, self.keys))
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
@@ -173,6 +173,10 @@ class HGRN2(MatrixMixer):
     def read_out(self, y: Tensor, gate: Any) -> Tensor: return head_norm(y.flatten(2), self.norm_weight)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
+def start_within(layer: nn.Linear, bound: float):
+    "Start with uniform weights between -bound and bound."
+    nn.init.uniform_(layer.weight, -bound, bound)
+
 class TokenShift(MatrixMixer):
     "Shift, projections and read-out of RWKV."
 
@@ -184,7 +188,7 @@ class TokenShift(MatrixMixer):
         linear = lambda: nn.Linear(d_model, self.keys, bias=False)
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
         for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
-            nn.init.uniform_(proj.weight, -size * d_model**-0.5, size * d_model**-0.5)
+            start_with(proj, start_within, size * d_model**-0.5)
         self.norm = nn.GroupNorm(H, self.values, eps=64e-5)
 
     def shift(self, x, past, text=None):
@@ -210,6 +214,10 @@ def slow_to_fast(size: int) -> tuple: # -> places from 0 to 1 (size,) and logari
     "Return places and rates whose logarithms run from -6 to -1."
     place = torch.arange(size) / max(1, size - 1)
     return place, -6 + 5 * place**1.35
+
+def start_slow_to_fast(layer: nn.Linear):
+    "Start with such rates as biases."
+    layer.bias.copy_(slow_to_fast(len(layer.bias))[1])
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-032
 @register_mixer("rwkv5")
@@ -244,11 +252,11 @@ class RWKV6(TokenShift):
         self.mix_up = nn.Parameter(torch.empty(5, mix_rank, d_model).uniform_(-0.01, 0.01))
         self.decay_down = nn.Linear(d_model, decay_rank, bias=False)
         self.decay_up = nn.Linear(decay_rank, self.keys)
-        place, rate = slow_to_fast(self.keys)
+        place, _ = slow_to_fast(self.keys)
         self.bonus = nn.Parameter(0.5 * (1 - place).view(self.n_heads, self.d_key))
-        nn.init.uniform_(self.mix_down.weight, -1e-4, 1e-4)
-        nn.init.uniform_(self.decay_down.weight, -1e-4, 1e-4)
-        self.decay_up.bias = nn.Parameter(rate)
+        start_with(self.mix_down, start_within, 1e-4)
+        start_with(self.decay_down, start_within, 1e-4)
+        start_with(self.decay_up, start_slow_to_fast)
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         delta, past = self.shift(x, cache.past, text)

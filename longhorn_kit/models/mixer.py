@@ -36,7 +36,7 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(torch.promote_types(dtype, least))
 
 def placed(cls: type) -> type:
-    "Let a class take `device` and `dtype`; the parameters in `WIDE` stay at least float32."
+    "Let a class take `device` and `dtype`, and note its other arguments; parameters in `WIDE` stay at least float32."
     build = cls.__init__
     @wraps(build)
     def init(self, *args, device=None, dtype=None, **options):
@@ -44,8 +44,61 @@ def placed(cls: type) -> type:
             build(self, *args, **options)
         if dtype:
             to_dtype(self, dtype)
+        self._fresh = partial(cls, *args, **options) # the outermost class notes last
     cls.__init__ = init
     return cls
+
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-r2
+def start_with(layer, draw: Callable, *values):
+    "Let `draw(layer, *values)` follow PyTorch's starting values of a layer, now and whenever they are reset."
+    with torch.no_grad():
+        draw(layer, *values)
+    layer.starts = [*vars(layer).get("starts", ()), (draw, values)]
+    if hasattr(type(layer), "reset_parameters"):
+        layer.reset_parameters = partial(restart, layer)
+
+@torch.no_grad()
+def restart(layer):
+    "Draw the parameters of one of PyTorch's layers: as PyTorch does, then as `start_with` asked."
+    with torch.device(layer.weight.device):
+        type(layer).reset_parameters(layer)
+        for draw, values in layer.starts:
+            draw(layer, *values)
+
+def zero_bias(layer):
+    "Start with a bias of zero."
+    nn.init.zeros_(layer.bias)
+
+# %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-r3
+@torch.no_grad()
+def copy_values(module: nn.Module, fresh: nn.Module) -> None: # fresh: of the same kind, on the same device
+    "Copy the parameters of a fresh module; sharded parameters get their part."
+    values = dict(fresh.named_parameters())
+    for name, parameter in module.named_parameters():
+        if name not in values:
+            raise ValueError(f"{type(module).__name__} has a parameter {name}, which its class does not make; "
+                             "call reset_parameters before the layer is wrapped")
+        value = values[name].detach().to(parameter.dtype)
+        if hasattr(parameter, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+    for name, layer in module.named_modules():
+        done = len(vars(fresh.get_submodule(name)).get("starts", ()))
+        for draw, arguments in vars(layer).get("starts", ())[done:]: # the model around it asked for these
+            draw(layer, *arguments)
+
+def device_of(module: nn.Module) -> torch.device:
+    "Return the device of the first parameter that has memory; \"meta\" if none has."
+    devices = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("meta"))
+
+def redraw(self) -> None:
+    """Draw all parameters again; call it after `to_empty`. The same seed gives the same values as the constructor.
+
+    Raises ValueError if the layer was wrapped, so that it has other parameters than its class makes."""
+    with torch.device(device_of(self)):
+        copy_values(self, self._fresh())
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
@@ -159,9 +212,11 @@ class Mixer(nn.Module, ABC):
                     dtype: torch.dtype | None = None) -> Any:
         "Return the cache before the first token."
 
+    reset_parameters = redraw
+
     def __prepare_scriptable__(self):
-        raise RuntimeError(f"torch.jit.script cannot read {type(self).__name__}; use torch.compile, torch.export "
-                           "or torch.jit.trace")
+        raise RuntimeError(f"torch.jit.script cannot compile {type(self).__name__}; "
+                           "torch.export.export and torch.jit.trace can")
 
     def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
         weight = weight_of(self.out_proj)
@@ -367,7 +422,7 @@ class Longhorn(ScanMixer):
         self.form, self.rate, self.key_norm = form, rate, key_norm
         self.key_scale = nn.Parameter(torch.full((1,), 2.0)) if key_norm else None
         self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
-        nn.init.zeros_(self.b_proj.bias)
+        start_with(self.b_proj, zero_bias)
 
     def split_x_proj(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, dt_low_rank = super().split_x_proj(x)

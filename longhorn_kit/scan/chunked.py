@@ -17,7 +17,8 @@ from torch.library import custom_op, register_autograd
 from .arguments import exporting, in_range, outside, s6_form
 from . import native
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
-from .reference import no_autocast, skip_and_gate, widened
+from .onnx import for_onnx, in_order
+from .reference import STEPS, no_autocast, s6_update, skip_and_gate, widened
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n07
 def time_major(t: Tensor) -> Tensor: # (B,T,F) -> (T,B,F)
@@ -307,6 +308,25 @@ def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
     return x.new_empty(x.shape), S.new_empty(S.shape), tape
 
 
+# %% ../../nbs/machine/chunked.ipynb #chunked-n40-c
+@for_onnx(torch.ops.longhorn_kit.chunked_scan.default)
+def _steps(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
+    if cu_seqlens is not None:
+        raise ValueError("packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row")
+    size = v if form == "s6_given" else torch.sigmoid(v) if form in STEPS else F.softplus(v)
+    timed = [A] if form == "s6_time_varying" else []
+    constants = (A,) if form in ("s6", "s6_given") else ()
+
+    def step(S, q, k, x, size, *rates):
+        if form in STEPS:
+            S = STEPS[form](S, k, x, size)
+        else:
+            S = s6_update(S, k, x, size, rates[0][:, None] if timed else rates[0])
+        return [S, (S * q[:, None, :]).sum(-1)]
+
+    y, last = in_order(step, S, [q, k, x, size, *timed], constants)
+    return y, last, []
+
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
     whole = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
@@ -339,6 +359,10 @@ def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
 
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n45
+BY_REFERENCE = ("the reference scan can: longhorn_scan and selective_scan take backend='reference', "
+                "torch.func takes it by itself, and a layer by layer.scan = functools.partial(layer.scan, "
+                "backend='reference')")
+
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
@@ -357,12 +381,9 @@ def _gradients(ctx, dy, dS, _):
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
-        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True) with "
-                           f"backend='chunked'; backend='reference' has them{ELSEWHERE}") from error
+        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True); "
+                           f"{BY_REFERENCE}") from error
     return *grads, None if A is None else dA, dS, None, None, None, None
-
-ELSEWHERE = ( # for callers that have no argument `backend`
-    " (a layer runs it after layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself)")
 
 def once_only(operation, why):
     "Make a backward operation raise RuntimeError on a second derivative."
@@ -372,7 +393,7 @@ def once_only(operation, why):
 
 register_autograd(_operation, _gradients, setup_context=_setup)
 once_only(_operation_backward,
-          f"this scan has no second derivative with backend='chunked'; backend='reference' has one{ELSEWHERE}")
+          f"this scan has no second derivative; {BY_REFERENCE}")
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
@@ -382,7 +403,7 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    keep = learns and not exporting()
+    keep = learns and not exporting() # a program may run with or without gradients
     if not chunk:
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again

@@ -16,6 +16,7 @@ from torch import Tensor
 from .arguments import check_choice, check_matrix_arguments, check_tensor, kernels_or
 from .exact_chunks import causal_read
 from .fla import fla_matrix_scan, fla_obstacle
+from .onnx import in_order, onnx_exporting
 from .reference import compute_dtype, no_autocast, tied, widened
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-006
@@ -151,8 +152,24 @@ def pick_matrix_backend(
     rounds = x.dtype == torch.float32 # to ten bits, in every product
     return kernels_or("chunked", "fla", backend, fla_obstacle(q, x, beta), rounds)
 
+# %% ../../nbs/scan/19_matrix.ipynb #19_matrix-037-c
+def onnx_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
+    "Run `reference_matrix_scan` as ONNX's `Scan`."
+    (B, T, H, P), N = x.shape, k.shape[-1]
+    S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
+    names = [name for name, t in (("log_decay", log_decay), ("beta", beta)) if t is not None]
+
+    def step(S, q, k, x, *more):
+        rates, weight = dict(zip(names, more)), more[len(names):]
+        after = matrix_update(S, k, x, rates.get("log_decay"), rates.get("beta"))
+        return [after, matrix_read(S, after, q, k, x, weight[0] if weight else None)]
+
+    sequences = [t for t in (q, k, x, log_decay, beta) if t is not None]
+    return in_order(step, S, sequences, () if bonus is None else (bonus,))
+
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-044
-MATRIX_SCANS = {"fla": fla_matrix_scan, "chunked": chunked_matrix_scan, "reference": reference_matrix_scan}
+MATRIX_SCANS = {"fla": fla_matrix_scan, "chunked": chunked_matrix_scan, "reference": reference_matrix_scan,
+                "onnx": onnx_matrix_scan}
 
 def matrix_scan(
     q: Tensor, k: Tensor, x: Tensor, # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
@@ -166,7 +183,7 @@ def matrix_scan(
 ) -> Tensor | Any:
     "Return out (B,T,H,P) in x.dtype, or (out, final_state (B,H,P,N)); the state is float32, or float64."
     check_matrix_arguments(q, k, x, log_decay, beta, bonus, initial_state)
-    backend = pick_matrix_backend(backend, q, x, beta)
+    backend = "onnx" if onnx_exporting() else pick_matrix_backend(backend, q, x, beta)
     if log_decay is not None and log_decay.dim() == 3:
         log_decay = log_decay[..., None]
     wide = compute_dtype(q, k, x, log_decay, beta, bonus, initial_state)

@@ -1,0 +1,129 @@
+"""Layers, steps and language models as ONNX files, computed by ONNX Runtime, against the kit itself."""
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from mixers import NAMES, OPTIONS, parts
+from sweep import slow_case
+from longhorn_kit import LMConfig, Longhorn, SequenceLM, longhorn_scan
+from longhorn_kit.models.mixer import build_mixer
+
+for package in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(package, reason='needs the extra "onnx"')
+import onnxruntime
+
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore")] # the exporter's own warnings
+QUICK = ("longhorn_exact", "mamba")
+layers = pytest.mark.parametrize("name", [name if name in QUICK else slow_case(name) for name in (*NAMES, *OPTIONS)])
+OPEN = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+
+
+def make(name):
+    name, options = parts(name)
+    torch.manual_seed(0)
+    return build_mixer(name, 32, **options).eval()
+
+
+def exported(module, given, folder, shapes=None):
+    "Return a function of tensors that ONNX Runtime computes."
+    torch.onnx.export(module, given, folder / "module.onnx", dynamo=True, verbose=False, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(folder / "module.onnx")
+    names = [given.name for given in session.get_inputs()]
+    return lambda *tensors: [torch.from_numpy(out) for out in session.run(None, dict(zip(names, [t.numpy() for t in tensors])))]
+
+
+class Step(nn.Module):
+    "A decode step of a layer or of a model, whose states are arguments and results."
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x_t, *states):
+        empty = self.module.empty_cache(1)
+        several = isinstance(empty, list)
+        left, entries = list(states), []
+        for entry in empty if several else [empty]:
+            entries.append(type(entry)(*(left.pop(0) for _ in entry)))
+        y_t, after = self.module.step(x_t, entries if several else entries[0])
+        return y_t, *(state for entry in (after if several else [after]) for state in entry)
+
+
+@torch.no_grad()
+@layers
+def test_a_layer_reads_any_batch_and_length(name, tmp_path):
+    layer = make(name)
+    run = exported(layer, (torch.randn(2, 20, 32),), tmp_path, (OPEN,))
+    for B, T in ((2, 64), (1, 1), (1, 33), (3, 2)):
+        h = torch.randn(B, T, 32)
+        y, = run(h)
+        torch.testing.assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@layers
+def test_a_step_keeps_its_states_over_64_tokens(name, tmp_path):
+    layer, h = make(name), torch.randn(2, 64, 32)
+    start = 0
+    states = layer.empty_cache(2)
+    shapes = None
+    if name == "attention": # its states grow
+        start = 3
+        states = layer.prefill(h[:, :start])[1]
+        shapes = {"x_t": None, "states": tuple({2: Dim.DYNAMIC} for _ in states)}
+    run = exported(Step(layer), (h[:, start], *states), tmp_path, shapes)
+    for t in range(start, 64):
+        y_t, *states = run(h[:, t], *states)
+    torch.testing.assert_close(y_t, layer(h)[:, -1], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ("longhorn_exact", slow_case("mamba2"), slow_case("attention")))
+def test_a_language_model_reads_and_decodes(mixer, tmp_path):
+    torch.manual_seed(0)
+    model = SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=48)).eval()
+    tokens = torch.randint(50, (2, 64))
+    logits, = exported(model, (tokens[:, :20],), tmp_path, {"tokens": OPEN})(tokens)
+    torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
+    if mixer == "attention":
+        return
+    states = [state for entry in model.empty_cache(2) for state in entry]
+    run = exported(Step(model), (tokens[:, 0], *states), tmp_path)
+    for token in tokens.unbind(1):
+        last, *states = run(token, *states)
+    torch.testing.assert_close(last, model(tokens)[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_fixed_length_and_a_program_of_torch_export_do_too(tmp_path):
+    layer, h = Longhorn(32).eval(), torch.randn(2, 20, 32)
+    y, = exported(layer, (h,), tmp_path)(h)
+    torch.testing.assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
+    program = torch.export.export(layer, (h,))
+    torch.testing.assert_close(exported(program, (), tmp_path)(h)[0], layer(h), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_file_does_not_grow_with_the_length(tmp_path):
+    layer, sizes = Longhorn(16, form="exact").eval(), []
+    for T in (8, 256):
+        program = torch.onnx.export(layer, (torch.randn(1, T, 16),), dynamo=True, verbose=False)
+        sizes.append(len(program.model.graph))
+    assert sizes[0] == sizes[1] < 60
+
+
+class Packed(nn.Module):
+    def forward(self, q, x, bounds):
+        return longhorn_scan(q, q, x, x, cu_seqlens=bounds)
+
+
+def test_packed_sequences_are_refused(tmp_path):
+    given = torch.randn(1, 9, 4), torch.randn(1, 9, 3), torch.tensor([0, 3, 9])
+    with pytest.raises(Exception) as error:
+        torch.onnx.export(Packed(), given, tmp_path / "packed.onnx", dynamo=True, verbose=False)
+    causes = []
+    cause = error.value
+    while cause is not None:
+        causes.append(str(cause))
+        cause = cause.__cause__
+    assert any("cu_seqlens) cannot be exported to ONNX; read each as a separate row" in text for text in causes)
