@@ -116,7 +116,8 @@ class Claims:
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.logbook:
             from longhorn_kit.lab.logbook import write_logbook
-            return print(f"written: {write_logbook(rows, self.logbook)}; trackio logbook serve {self.logbook} shows it")
+            folder = write_logbook(rows, self.logbook)
+            return print(f"written: {folder}; trackio logbook serve {folder} shows it")
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
@@ -463,8 +464,8 @@ def train_from(options) -> None:
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
         start = str(model_folder(options.init_from)) if options.init_from else ""
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, layer, start,
-                 **overrides)
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, layer,
+                 start, **overrides)
 
 LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")
@@ -479,13 +480,13 @@ class TrainLM(Generic[S]):
     out: NoDefault[str] = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
     d_state: NoDefault[int] = None # numbers in the state per channel; by default the mixer's own number
     d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
     expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
     n_heads: NoDefault[int] = None # heads of a mixer that has them; by default its own number
     key_norm: bool = False   # give the keys of Longhorn one learnt length
     init_from: str = ""      # start from these weights: a run of train-lm or a model's folder
-    verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
     plan: bool = False       # train nothing: print memory, tokens per second and hours
     gpus: NoDefault[int] = None  # with --plan: how many; by default one
     gpu: NoDefault[str] = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100

@@ -39,6 +39,11 @@ def test_jobs_that_share_a_gpu_have_a_range(tmp_path):
     assert found.runs == 4 and found.hours() == (1.0, 8.0) and hours_text([found]) == "1.00 to 8.00"
 
 
+def test_an_experiment_that_no_claim_has_is_counted_as_a_whole(tmp_path):
+    found, = parts_of(tmp_path, {"nbs/lab/results/one-off/gpu.json": record("one-off", {}, 7200, missing=1)})
+    assert (found.experiment, found.card, found.runs, hours_text([found]), found.note) == ("one-off", H200, None, "2.00", "1 job not finished")
+
+
 def test_what_is_not_recorded_is_not_guessed(tmp_path):
     found = parts_of(tmp_path, {
         "nbs/lab/results/recall/laptop.json": record("recall", {}, 50.0, ["cpu"], scale="laptop"),

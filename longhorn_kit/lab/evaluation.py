@@ -74,8 +74,8 @@ PAD = "<|pad|>"
 def hf_tokenizer(tokenizer: Any, context: int = 8192) -> Any: # from `get_tokenizer`; tokens that a tool may pass
     "Return the same tokenizer for transformers, with the same ids; padding is not the end mark if a token is free."
     if tokenizer.end is None:
-        raise ValueError(f"a model with the tokenizer {tokenizer.name} is not exported: a tokenizer of "
-                         "transformers needs an end mark; `longhorn generate` runs it")
+        raise ValueError(f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
+                         "are neither exported nor evaluated there; `longhorn generate` runs them")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     words, merges = vocabulary(tokenizer)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .claims import find_claim, find_experiment
+from .claims import all_claims, find_experiment
 from ..records import JsonObject, plural, read_json, read_jsonl, records_root
 
 # %% ../../nbs/machine/hours.ipynb #hours-011
@@ -70,8 +70,9 @@ RUNS = {"one-pass": one_pass_runs, "language": language_runs, "mqar": mqar_runs,
 
 # %% ../../nbs/machine/hours.ipynb #hours-015
 def jobs_that_share(experiment: str, scale: str) -> int:
-    "Return how many jobs of an experiment run side by side on one GPU."
-    return getattr(find_experiment(find_claim(experiment)).config(scale), "per_gpu", 1)
+    "Return how many jobs of an experiment run side by side on one GPU; 1 if no claim has it."
+    claim = next((claim for claim in all_claims() if claim.name == experiment and claim.module), None)
+    return getattr(find_experiment(claim).config(scale), "per_gpu", 1) if claim else 1
 
 def cards_of(record: dict) -> str:
     "Return the names of the cards of a record, joined by \"or\"."

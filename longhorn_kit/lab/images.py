@@ -56,6 +56,7 @@ def digit_images(images): # an `ImageSet`
 @cache
 def image_endings() -> frozenset:
     "Return the endings of the files that Pillow decodes without another program."
+    Image.preinit() # first: the order in which Pillow tries its formats at every image
     Image.init()
     known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     return frozenset(known - {".eps", ".ps", ".wmf", ".emf"}) # drawings

@@ -128,8 +128,8 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
         if all(shape[name] == value for name, value in model.items()):
             loss = last.get("ema_val_loss", last["val_loss"])
             held_out = f"{loss:.4f} nats per token, held out"
-            known = card_facts(text, last["tokens"], held_out, start["environment"], start["command"])
-            return known | {"Base": base} | schedule
+            facts = card_facts(text, last["tokens"], held_out, start["environment"], start["command"])
+            return facts | {"Base": base} | schedule
     return {}
 
 def card_facts(

@@ -216,8 +216,8 @@ class Mixer(nn.Module, ABC):
     reset_parameters = redraw
 
     def __prepare_scriptable__(self):
-        raise RuntimeError(f"torch.jit.script cannot read {type(self).__name__}; use torch.compile, torch.export "
-                           "or torch.jit.trace")
+        raise RuntimeError(f"torch.jit.script cannot compile {type(self).__name__}; "
+                           "torch.export.export and torch.jit.trace can")
 
     def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
         weight = weight_of(self.out_proj)

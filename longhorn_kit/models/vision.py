@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .baselines import time_step_bias
+from .baselines import draw_time_steps
+from .lm import divide_weight
 from .memory import bias_apart, is_plain, wide
-from .mixer import Device, Dtype, normalize_keys, placed, to_length
+from .mixer import (
+    Device, Dtype, normalize_keys, placed, start_with, to_length, zero_bias)
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
@@ -90,17 +92,16 @@ class Direction(nn.Module):
         self.D_skip = nn.Parameter(torch.empty(d_inner))
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state)) if scan == "mamba" else None
         self.key_scale = nn.Parameter(torch.empty(1)) if key_norm else None
+        start_with(self.b_proj, draw_time_steps if scan == "mamba" else zero_bias)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self):
-        "Draw the parameters outside PyTorch's layers, and the bias of the step sizes; the layers draw theirs before."
+        "Set the parameters outside PyTorch's layers."
         nn.init.ones_(self.D_skip)
-        bias = self.b_proj.bias
-        with torch.device(bias.device):
-            if self.A_log is not None:
-                self.A_log.copy_(torch.arange(1.0, self.A_log.shape[1] + 1).log())
-            bias.copy_(torch.zeros(len(bias)) if self.A_log is None else time_step_bias(len(bias)))
+        if self.A_log is not None:
+            rates = torch.arange(1.0, self.A_log.shape[1] + 1, device=self.A_log.device)
+            self.A_log.copy_(rates.log())
         if self.key_scale is not None:
             nn.init.constant_(self.key_scale, 2.0)
 
@@ -249,7 +250,8 @@ class VisionLonghorn(VisionBase):
         self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
-        self.shrink_updates()
+        for block in self.blocks: # their updates add up
+            start_with(block.mixer.out_proj, divide_weight, math.sqrt(depth))
 
     def forward(self, x: Tensor) -> Tensor: return self.forward_head(self.forward_features(x))
 

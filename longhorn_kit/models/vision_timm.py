@@ -45,7 +45,6 @@ class VisionWeights(nn.Module):
         `needs_reset=False` draws only tokens, filters of the patches and head. timm's modes all mean the same here."""
         if needs_reset:
             reset_layers(self)
-            self.shrink_updates()
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -57,12 +56,6 @@ class VisionWeights(nn.Module):
     def reset_parameters(self):
         "Draw all weights, for code that calls this name after `to_empty`."
         self.init_weights()
-
-    @torch.no_grad()
-    def shrink_updates(self):
-        "Divide the first weights of the blocks' outputs, which add up."
-        for block in self.blocks:
-            block.mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
 
     def init_head(self):
         "Draw the classifier's first weights."

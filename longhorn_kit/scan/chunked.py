@@ -358,6 +358,10 @@ def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
 
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n45
+BY_REFERENCE = ("the reference scan can: longhorn_scan and selective_scan take backend='reference', "
+                "torch.func takes it by itself, and a layer by layer.scan = functools.partial(layer.scan, "
+                "backend='reference')")
+
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
@@ -376,12 +380,9 @@ def _gradients(ctx, dy, dS, _):
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
-        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True) with "
-                           f"backend='chunked'; backend='reference' has them{ELSEWHERE}") from error
+        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True); "
+                           f"{BY_REFERENCE}") from error
     return *grads, None if A is None else dA, dS, None, None, None, None
-
-ELSEWHERE = ( # for callers that have no argument `backend`
-    " (a layer runs it after layer.scan = functools.partial(layer.scan, backend='reference'), torch.func by itself)")
 
 def once_only(operation, why):
     "Make a backward operation raise RuntimeError on a second derivative."
@@ -391,7 +392,7 @@ def once_only(operation, why):
 
 register_autograd(_operation, _gradients, setup_context=_setup)
 once_only(_operation_backward,
-          f"this scan has no second derivative with backend='chunked'; backend='reference' has one{ELSEWHERE}")
+          f"this scan has no second derivative; {BY_REFERENCE}")
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
@@ -401,7 +402,7 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    keep = learns and not (exporting() or torch.jit.is_tracing()) # a program may run with or without gradients
+    keep = learns and not exporting() # a program may run with or without gradients
     if not chunk:
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     if onnx_exporting():

@@ -478,8 +478,8 @@ def _gradients(ctx, dy, dfinal, also=None):
 
 
 register_autograd(_short_conv, _gradients, setup_context=_setup)
-once_only(_short_conv_backward, "causal_conv1d has no second derivative with backend='triton'; backend='torch' has one "
-          "(torch.func runs it by itself)")
+once_only(_short_conv_backward, "this convolution has no second derivative in its kernel; causal_conv1d takes "
+          "backend='torch', which has one, and so have layers on a CPU")
 
 
 def _run_twice(*inputs): # with y as two tensors over the same memory

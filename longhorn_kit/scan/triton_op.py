@@ -21,7 +21,7 @@ from torch.library import custom_op, register_autograd
 
 from .. import __version__
 from .arguments import exporting, in_range, s6_form, traced
-from .chunked import ELSEWHERE, once_only
+from .chunked import BY_REFERENCE, once_only
 from .launch import differentiable, in_eager, resolved, unwatched
 from .reference import reference_scan, reference_selective_scan
 from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
@@ -294,8 +294,7 @@ register_autograd(_scan, _gradients, setup_context=_setup)
 _differentiable = differentiable(_run, _setup, _gradients)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-028
-once_only(_scan_backward,
-          f"this scan has no second derivative with backend='triton'; backend='reference' has one{ELSEWHERE}")
+once_only(_scan_backward, f"this scan has no second derivative; {BY_REFERENCE}")
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-build
 _BUILT = set() # kinds of calls whose backward was built beside the first forward
