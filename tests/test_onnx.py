@@ -127,3 +127,14 @@ def test_packed_sequences_are_refused(tmp_path):
         causes.append(str(cause))
         cause = cause.__cause__
     assert any("cu_seqlens) cannot be exported to ONNX; read each as a separate row" in text for text in causes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scan", ("longhorn", slow_case("longhorn_exact"), slow_case("mamba")))
+def test_a_vision_model_classifies(scan, tmp_path):
+    from longhorn_kit.models.vision import timm
+    torch.manual_seed(0)
+    model = timm.create_model(f"{scan}_vim_nano_patch2_8", depth=2, global_pool="avg").eval()
+    run = exported(model, (torch.randn(2, 1, 8, 8),), tmp_path, ({0: Dim.DYNAMIC},))
+    images = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(run(images)[0], model(images), atol=1e-5, rtol=1e-4)
