@@ -6,8 +6,9 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'subcommand',
            'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'known', 'TrainLM', 'TrainVision',
-           'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
+           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM',
+           'TrainVision', 'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes',
+           'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
@@ -105,6 +106,7 @@ class Claims:
     claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to print; by default all
     out: str = "runs"  # folder of your runs
     json: bool = False # print all fields of every row, as JSON
+    logbook: NoDefault[str] = None # write a page per claim into this folder, for Trackio
 
     def __call__(self):
         for name in self.claims:
@@ -112,6 +114,10 @@ class Claims:
         if self.out != "runs" and not Path(self.out).is_dir():
             warn(f"there is no folder {self.out}; only recorded runs are shown")
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
+        if self.logbook:
+            from longhorn_kit.lab.logbook import write_logbook
+            folder = write_logbook(rows, self.logbook)
+            return print(f"written: {folder}; trackio logbook serve {folder} shows it")
         if self.json:
             return print(ledger_json(rows))
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
@@ -403,6 +409,27 @@ class HoldOut:
             print(f"{in_one_line(name)}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
         print(f"written: {self.out}")
 
+# %% ../nbs/machine/cli.ipynb #cli-033-5
+@dataclass
+class Retrain:
+    "Train a run of a one-pass record again, and export it (needs the extra hf)."
+    record: tyro.conf.Positional[str] # such as nbs/lab/results/one-pass/second-plan.json
+    model: tyro.conf.Positional[str]  # its name in the record, such as 'exact N=64'
+    out: str                      # folder of transformers to write
+    seed: NoDefault[int] = None   # of the run; by default the first one that was judged
+    lr: NoDefault[float] = None   # its learning rate; by default the judged one
+    data: str = ""                # the text; by default the record's source, or $LONGHORN_TEXT
+    other_text: bool = False      # train on a text that is not the record's
+
+    def __call__(self):
+        from longhorn_kit.lab.retrain import retrain
+        found = retrain(**vars(self))
+        print(f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; "
+              f"the record has {found.recorded:.4f}")
+        print(found.sentence)
+        print(f"{self.out} loads with "
+              f"AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)")
+
 # %% ../nbs/machine/cli.ipynb #cli-035
 def known(kind: str, name: str, names: Iterable[str]) -> None:
     "Raise `UsageError` with the nearest known name if a name is unknown."
@@ -437,7 +464,8 @@ def train_from(options) -> None:
                          "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
     else:
         start = str(model_folder(options.init_from)) if options.init_from else ""
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, layer, start, **overrides)
+        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, layer,
+                 start, **overrides)
 
 LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")
@@ -452,6 +480,7 @@ class TrainLM(Generic[S]):
     out: NoDefault[str] = None   # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
     d_state: NoDefault[int] = None # numbers in the state per channel; by default the mixer's own number
     d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
     expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
@@ -540,7 +569,7 @@ class EvalVision:
 # %% ../nbs/machine/cli.ipynb #cli-047
 COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
             "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision,
-            "eval-vision": EvalVision, "hold-out": HoldOut}
+            "eval-vision": EvalVision, "hold-out": HoldOut, "retrain": Retrain}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,

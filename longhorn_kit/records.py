@@ -315,7 +315,7 @@ def read_whole(
     folder: str | Path, # a writer may replace it at any moment
     names: Iterable[str], # patterns of the files that `read` reads
     read: Callable, # gets a path to the folder
-    attempts: int = 10,
+    attempts: int = 100,
 ) -> Any:
     "Return read(path) of one version of a folder; raises the errors of `read`, with the folder's name."
     for _ in range(attempts):

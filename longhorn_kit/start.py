@@ -12,7 +12,8 @@ from .extras import need
 
 # %% ../nbs/machine/start.ipynb #start-010
 NEEDS = {"reproduce": "lab", "claims": "lab", "prepare": "lm", "train-lm": "lm", "generate": "lm", "eval": "eval",
-         "export": "hf", "train-vision": "vision", "eval-vision": "vision", "hold-out": "lab"} # command: extra
+         "export": "hf", "train-vision": "vision", "eval-vision": "vision", "hold-out": "lab",
+         "retrain": "hf"} # command: extra
 
 def start() -> int: # exit code
     "Run the command line; if a package is missing, name its extra."

@@ -596,12 +596,15 @@ def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys)
     source, words = tmp_path / "a.jsonl", ["prepare", str(tmp_path / "a.jsonl"), "--text-column", "body", "--cache", str(tmp_path / "ours")]
     source.write_text("".join(json.dumps({"body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(200)))
     assert cli.main([*words, "--limit", "150", "--workers", "1"]) == 0
-    trained, held, folder = capsys.readouterr().out.splitlines()
+    trained, held, kind, folder = capsys.readouterr().out.splitlines()
     assert trained.startswith("to train on: ") and " tokens of 1" in trained and held.startswith("held out: ")
+    assert kind == "tokenizer: bytes; checked in full" and folder.startswith("prepared: ")
     (tmp_path / "ours").rename(tmp_path / "theirs")
     source.unlink()
     folder = next((tmp_path / "theirs").iterdir())
     assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0 and not (tmp_path / "cache").exists()
+    assert "checked by size and samples" in capsys.readouterr().out
+    assert cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0 and "checked in full" in capsys.readouterr().out
     (folder / "val.bin").write_bytes(b"moo")
     assert "val.bin is missing or has the wrong size" in fails(capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder)))
 

@@ -537,6 +537,8 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     assert len(greek) == 4 and found.index["val"]["bytes"] == 350 and found.tokenizer.decode([*found.train[:3], 99]) == "αβγ"
     with pytest.raises(ValueError, match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek"):
         prepare(str(tmp_path / "greek"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
+    with pytest.raises(ValueError, match="the tokenizer that was named is gpt2, and the right one is chars:.*greek"):
+        prepare(str(tmp_path / "greek"), "gpt2", cache=tmp_path / "cache") # before its vocabulary is fetched
     with pytest.raises(ValueError, match="do not have the same meta.pkl beside them"):
         prepare(str(tmp_path / "greek" / "train.bin"), val=str(tmp_path / "char" / "val.bin"), cache=tmp_path / "cache")
 

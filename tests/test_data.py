@@ -99,6 +99,18 @@ def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
         load_documents(f"hf:{tmp_path / folder}")
 
 
+def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys):
+    for name in ("a.txt", "b.txt", "more/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"the text of {name}\n" * 200)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "b.txt").read_bytes()))
+    prepare(str(tmp_path / "*"), cache=tmp_path.parent / f"{tmp_path.name}-cache")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "left out 1 folder, such as" in line and line.endswith("finds files at any depth")] == lines[:1]
+    assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1] and len(lines) == 2
+    assert len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3 and capsys.readouterr().err == ""
+
+
 def test_a_local_dataset_may_have_any_other_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "rows@v1#x:y"

@@ -297,7 +297,7 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     written = capsys.readouterr().out.rstrip("\n")
     assert written.startswith("to be") and set(written) <= set("to be or not to be, that is the question\n")
     for argv, says in ((["generate", str(tmp_path / "run"), "--prompt", "The"], "the character 'T' is not in the tokenizer's table of 15"),
-                       (["export", str(tmp_path / "run"), str(tmp_path / "out")], "chars is not exported: a tokenizer of transformers needs an end mark")):
+                       (["export", str(tmp_path / "run"), str(tmp_path / "out")], "the tokenizer chars has no end mark, which transformers needs: its models are neither exported nor")):
         assert cli.main(argv) == 1 and says in capsys.readouterr().err
     path = tmp_path / "run" / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))

@@ -1,23 +1,28 @@
 """One pass over the text: the first plan's comparisons, and jobs of the second plan that repeat to the bit."""
-import math
+import math, os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest, torch
 from hypothesis import given, strategies as st
+from longhorn_kit import cli
 from longhorn_kit.lab import one_pass
 from longhorn_kit.lab.claims import find_claim, outcomes
-from longhorn_kit.lab.language_training import new_model
+from longhorn_kit.lab.language_training import new_model, open_texts
 from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
 from longhorn_kit.lab.looks import LOOKS, rows_of_claim
 from longhorn_kit.lab.measures import load_arrays
 from longhorn_kit.lab.plan import FIRST_PLAN, GROUPS, RATES, compare_losses, compare_tokens_saved, tokens_saved
+from longhorn_kit.lab.retrain import (
+    archived_jobs, check_plan, compare_first, config_of, recorded_losses, recorded_runs, retrain, settings_of)
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.models import LMConfig
-from longhorn_kit.records import read_record
+from longhorn_kit.records import read_record, to_plain, write_record
 
 TINY = dict(d_model=16, context=32, rows=8, points=4, rates=(1e-3, 1e-2, 1e-1))
 END = "\n<|endoftext|>\n"
+RECORDS = Path(__file__).parents[1] / "nbs/lab/results/one-pass"
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +209,118 @@ def test_token_factor_is_antisymmetric(a, b):
 
 
 def test_recorded_runs_name_the_plan():
-    for path in (Path(__file__).parents[1] / "nbs/lab/results/one-pass").glob("*.json"):
+    for path in RECORDS.glob("*.json"):
         record = read_record(path)
         plan = one_pass.PLAN if path.stem == "second-plan" else FIRST_PLAN
         assert record["results"]["plan"]["commit"] == (plan["commit"] if record["scale"] == "gpu" else None)
     assert find_claim("one-pass").commands["gpu"].endswith("--groups paper --data FOLDER")
+
+
+def test_a_recorded_run_is_trained_again_to_the_bit(text, finished, tmp_path, capsys):
+    "The exported folder has the weights whose loss the record has, and says where they come from."
+    from longhorn_kit.lab.evaluation import load_pair
+    from longhorn_kit.models.transformers import from_transformers
+    folder, record = finished
+    model = record["results"]["groups"]["laptop"][1]
+    kept = model["runs"][1]
+    words = ["retrain", str(folder / "record.json"), model["name"], "--seed", str(kept["seed"]), "--data", text, "--out", str(tmp_path / "weights")]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert f"seed {kept['seed']}, learning rate {model['lr']:g}: {kept['bits_per_byte']:.4f} bits per byte" in shown
+    assert "they differ by 0.0000 at the first step and by 0.0000 on average over 12 steps" in shown
+    loaded, tokenizer = load_pair(tmp_path / "weights")
+    source = one_pass.text_of(config_of(record, text))
+    bits = one_pass.held_out(from_transformers(loaded), open_texts(**source), SimpleNamespace(gpu=False, context=32, rows=8))
+    assert bits["all"] == pytest.approx(kept["bits_per_byte"], abs=1e-6)
+    assert tokenizer.decode(tokenizer("and then").input_ids) == "and then"
+    card = (tmp_path / "weights/README.md").read_text()
+    assert f"{model['name']}, seed {kept['seed']}" in card and record["results"]["corpus"] in card and "3,072 seen in training" in card
+
+
+def test_first_losses_that_differ_are_said(text, finished, tmp_path):
+    folder, record = finished
+    other = retrain(folder / "record.json", "Mamba N=4", tmp_path / "first", data=text)
+    assert other.sentence.startswith("the first losses are the record's") and other.bits_per_byte == other.recorded
+    for model in record["results"]["groups"]["laptop"]:
+        for one in model["runs"]:
+            one["first_losses"] = [loss + 0.1 for loss in one["first_losses"]]
+    path = write_record(tmp_path / "changed.json", record)
+    assert retrain(path, "Mamba N=4", tmp_path / "weights", data=text).sentence.startswith("THE FIRST LOSSES ARE NOT THE RECORD'S: they differ by 0.1")
+    assert compare_first([8.0, math.nan], [8.0, 2.0]).startswith("THE FIRST")
+    assert compare_first([8.003, 2.0], [8.0, 2.0]).startswith("THE FIRST") and compare_first([8.001, 2.05], [8.0, 2.0]).startswith("the first")
+
+
+def test_a_search_run_and_another_text_have_no_losses_to_compare(text, finished, tmp_path):
+    folder, record = finished
+    model = record["results"]["groups"]["laptop"][0]
+    tried = next(run for run in model["search"] if run["bits_per_byte"])
+    found = retrain(folder / "record.json", model["name"], tmp_path / "search", tried["seed"], tried["lr"], text)
+    assert found.sentence == "the record has no first losses of this run, so nothing was compared" and found.bits_per_byte == tried["bits_per_byte"]
+    (tmp_path / "other.train.txt").write_text("a b c " * 700), (tmp_path / "other.val.txt").write_text("a b c " * 100)
+    with pytest.raises(ValueError, match="is not the text of the record, whose SHA-256 is .*--other-text trains without a comparison"):
+        retrain(folder / "record.json", model["name"], tmp_path / "other", data=str(tmp_path))
+    found = retrain(folder / "record.json", model["name"], tmp_path / "other", data=str(tmp_path), other_text=True)
+    assert found.sentence == "the text is not the record's, so its losses were not compared"
+
+
+@pytest.mark.parametrize("model, options, says", [
+    ("exact N=5", {}, "the record has no model 'exact N=5'; did you mean 'exact N=4'"),
+    ("exact N=4", dict(seed=7), "no such run of exact N=4; it has: seed 61004 at"),
+    ("exact N=4", dict(lr=7.0), "no such run of exact N=4; it has: seed 61004 at"),
+    ("exact N=4", dict(data="nowhere"), "nowhere")])
+def test_a_run_that_cannot_be_made_again_is_one_sentence(model, options, says, text, finished, tmp_path):
+    with pytest.raises((ValueError, OSError), match=says):
+        retrain(finished[0] / "record.json", model, tmp_path / "weights", **{"data": text} | options)
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_changed_plan_a_diverged_run_and_a_full_folder_are_refused(text, finished, tmp_path):
+    folder, record = finished
+    (tmp_path / "full").mkdir(), (tmp_path / "full/thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files; export to a new folder"):
+        retrain(folder / "record.json", "exact N=4", tmp_path / "full", data=text)
+    record["results"]["groups"]["laptop"][0]["runs"][0]["bits_per_byte"] = None
+    with pytest.raises(ValueError, match="diverged; there is no model to make again"):
+        retrain(write_record(tmp_path / "diverged.json", record), "exact N=4", tmp_path / "weights", data=text)
+    record["results"]["plan"]["hash"] = "0123456789abcdef"
+    with pytest.raises(ValueError, match="hash 0123456789abcdef, and this version of the kit has .* use the commit that made it"):
+        retrain(write_record(tmp_path / "changed.json", record), "Mamba N=4", tmp_path / "weights", data=text)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="need a GPU, and this machine has none"):
+            retrain(RECORDS / "gpu.json", "exact N=16", tmp_path / "weights", data=text)
+
+
+def recorded_text(record):
+    "Return stand-ins for the texts of a record: their summary, and the number of their tokens."
+    names = ("unit", "corpus", "tokenizer", "train_tokens", "domains", "long")
+    summary = {name: record["results"][name] for name in names if name in record["results"]}
+    return SimpleNamespace(summary=lambda: summary, corpus=SimpleNamespace(train=range(record["results"]["train_tokens"])))
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_recorded_run_has_the_settings_of_its_job(path):
+    "Models, recipe and rates of every run follow from the record; archived jobs had the same settings."
+    record = read_record(path)
+    config, texts = config_of(record, "FOLDER"), recorded_text(record)
+    archived = [job["settings"] for job in archived_jobs(path)]
+    runs = list(recorded_runs(record))
+    for one in runs:
+        settings = settings_of(record, one, config, texts)
+        check_plan(record, config, settings.steps)
+        assert LMConfig(**settings.model).mixer and settings.lr == one["lr"] and settings.seed == one["seed"]
+        if archived and (settings.seed, settings.lr) in {(job["seed"], job["lr"]) for job in archived}:
+            assert to_plain(vars(settings)) in archived and len(recorded_losses(path, one, settings)) == 50
+    assert len(runs) >= max(len(archived), 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not os.environ.get("LONGHORN_TEXT"), reason="needs the text of the second plan: a folder in LONGHORN_TEXT")
+def test_gpu_first_losses_are_the_recorded_ones():
+    job = next(archived_jobs(RECORDS / "second-plan.json"))
+    settings, source = SimpleNamespace(**job["settings"]), one_pass.text_of(OnePass())
+    texts = open_texts(**source)
+    assert to_plain(texts.summary()) == settings.text, "LONGHORN_TEXT is another text"
+    _, found = one_pass.train_run(settings, texts, source, points=1)
+    assert len(found["first_losses"]) == 50
+    sentence = compare_first(found["first_losses"], job["first_losses"])
+    assert sentence.startswith("the first losses are the record's"), sentence

@@ -130,6 +130,23 @@ def test_packed_sequences_are_refused(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("masked", (slow_case(False), True))
+def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
+    transformers = pytest.importorskip("longhorn_kit.models.transformers", reason='needs the extra "hf"')
+    torch.manual_seed(0)
+    config = transformers.LonghornConfig(vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False)
+    model, tokens, mask = transformers.LonghornForCausalLM(config).eval(), torch.randint(50, (3, 31)), torch.ones(3, 31, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, 7:9] = 0
+    given = {"input_ids": tokens} | ({"attention_mask": mask} if masked else {})
+    small = {name: torch.ones_like(t[:2, :20]) for name, t in given.items()}
+    torch.onnx.export(model, (), kwargs=small, f=tmp_path / "hf.onnx", dynamo=True, verbose=False, dynamic_shapes=dict.fromkeys(given, OPEN))
+    out, *_ = onnxruntime.InferenceSession(tmp_path / "hf.onnx").run(None, {name: t.numpy() for name, t in given.items()})
+    read = mask.bool() if masked else torch.ones_like(mask, dtype=torch.bool)
+    torch.testing.assert_close(torch.from_numpy(out)[read], model(**given).logits[read], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("scan", ("longhorn", slow_case("longhorn_exact"), slow_case("mamba")))
 def test_a_vision_model_classifies(scan, tmp_path):
     from longhorn_kit.models.vision import timm

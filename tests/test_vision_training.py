@@ -203,6 +203,17 @@ def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
     assert len(train) == 3 and sum(Images(train, None).load(i) is None for i in range(3)) == 1
 
 
+def test_a_folder_that_cannot_be_listed_is_not_left_out(folder, monkeypatch):
+    real = os.scandir
+    def scandir(path):
+        if str(path).endswith("light"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="light"):
+        open_data(str(folder))
+
+
 def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
     for part, name in (("train", "cats/small"), ("train", "dogs/small"), ("val", "cats/small")):
         (tmp_path / part / name).mkdir(parents=True)

@@ -375,10 +375,13 @@ def bin_tokenizer(files, name):
     meta, (size, characters) = metas[0], tables[0]
     if len(tables) < len(files) or any(table != tables[0] for table in tables):
         raise ValueError(f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them")
-    tokenizer = CharTokenizer(characters) if characters and name == "bytes" else get_tokenizer(name)
-    if characters and getattr(tokenizer, "characters", None) != characters:
+    if characters:
+        tokenizer = CharTokenizer(characters)
+        if name == "bytes" or name.startswith("chars:") and get_tokenizer(name).characters == characters:
+            return tokenizer
         raise ValueError(f"{meta} has a table of {size} characters; the tokenizer that was named is "
                          f"{name}, and the right one is chars:{meta.parent}")
+    tokenizer = get_tokenizer(name)
     if size and size != tokenizer.vocab_size:
         raise ValueError(f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer "
                          f"{tokenizer.name} has {tokenizer.vocab_size}; name the one that they were made with")

@@ -7,7 +7,8 @@ __all__ = ['PAD', 'FILES', 'ALL_FILES', 'REMEDY', 'LOCAL', 'RECALL', 'TASK_PRESE
            'last_pair', 'hf_tokenizer', 'free_word', 'check_model', 'check_blocks', 'read_settings', 'loading',
            'first_line', 'is_export', 'load_own', 'load_pair', 'read_export', 'quiet', 'harness_model', 'UnknownTask',
            'manager_for', 'passage_prompt', 'contains_any', 'expand_tasks', 'find_tasks', 'doubled', 'read_twice',
-           'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'mean_rows', 'score_table', 'export_checkpoint']
+           'metric_rows', 'run_tasks', 'evaluate_checkpoint', 'mean_rows', 'score_table', 'export_checkpoint',
+           'export_target', 'export_model']
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-003
 import contextlib, copy, difflib, io, json, logging, re, time, warnings
@@ -73,8 +74,8 @@ PAD = "<|pad|>"
 def hf_tokenizer(tokenizer: Any, context: int = 8192) -> Any: # from `get_tokenizer`; tokens that a tool may pass
     "Return the same tokenizer for transformers, with the same ids; padding is not the end mark if a token is free."
     if tokenizer.end is None:
-        raise ValueError(f"a model with the tokenizer {tokenizer.name} is not exported: a tokenizer of "
-                         "transformers needs an end mark; `longhorn generate` runs it")
+        raise ValueError(f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
+                         "are neither exported nor evaluated there; `longhorn generate` runs them")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     words, merges = vocabulary(tokenizer)
@@ -178,12 +179,11 @@ def load_pair(
     "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
     from longhorn_kit.models.transformers import to_transformers, warn_of_other_version
     check_sizes(context=context)
-    check_model(folder)
-    if not is_export(folder):
+    model, words = read_whole(folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None))
+    if model is None:
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
     warn_of_other_version(standing(folder), LOCAL)
-    model, words = read_whole(folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None))
     model.config._name_or_path = str(folder) # not the path that it was read by
     if words is None:
         name = tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size)
@@ -194,9 +194,11 @@ def load_pair(
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 def read_export(folder: Path, own_tokenizer: bool) -> tuple: # own_tokenizer: read the folder's, if it has one
-    "Return model and tokenizer (or None) of a folder of transformers."
+    "Return model and tokenizer (or None) of a folder of transformers; (None, None) for a folder of the kit."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     check_model(folder)
+    if not is_export(folder):
+        return None, None
     with quiet(), loading(folder / "config.json"):
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **LOCAL)
     if info["missing_keys"]:
@@ -399,14 +401,28 @@ def export_checkpoint(
 ) -> Path:
     "Write a checkpoint and its tokenizer in the form that transformers and lm-eval's `--model hf` load."
     from longhorn_kit.models.files import run_facts
-    from longhorn_kit.models.transformers import export_folder
+    out = export_target(out)
+    model, words = load_pair(folder, tokenizer, context)
+    return export_model(model, words, out, run_facts(folder))
+
+def export_target(out: str | Path) -> Path:
+    "Return a folder to export to; ValueError if it holds anything but an earlier export."
     out = Path(out)
     if out.exists() and any(out.iterdir()) and not (out / "modeling_longhorn.py").exists():
         raise ValueError(f"{out} holds other files; export to a new folder")
-    model, words = load_pair(folder, tokenizer, context)
+    return out
+
+def export_model(
+    model: Any,     # `SequenceLM`, or of transformers
+    words: Any,     # tokenizer of transformers
+    out: Path,      # from `export_target`
+    facts: dict,    # rows of the model card, as from `run_facts`
+) -> Path:
+    "Write a model and its tokenizer as a folder of transformers; an earlier export stays until it is complete."
+    from longhorn_kit.models.transformers import export_folder
     try:
-        with quiet(), atomic_folder(out) as new: # an earlier export stays until the new one is complete
-            export_folder(model, new, words, run_facts(folder))
+        with quiet(), atomic_folder(out) as new:
+            export_folder(model, new, words, facts)
     except Exception as error:
         hides_one = isinstance(error, SafetensorError) or type(error) is Exception # of tokenizers
         if not hides_one or "os error" not in str(error):

@@ -56,13 +56,16 @@ def digit_images(images): # an `ImageSet`
 @cache
 def image_endings() -> frozenset:
     "Return the endings of the files that Pillow decodes without another program."
+    Image.preinit() # first: the order in which Pillow tries its formats at every image
     Image.init()
     known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     return frozenset(known - {".eps", ".ps", ".wmf", ".emf"}) # drawings
 
 def walked(folder):
     "Yield (folder, its visible folders, its visible files) for a folder and all below it."
-    for root, folders, files in os.walk(folder, followlinks=True):
+    def unreadable(error): # os.walk would leave out the folder
+        raise error
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
         here = os.path.realpath(root)
         above = lambda name: f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))
@@ -117,10 +120,12 @@ class FolderImages(Reader):
 
 def folder_images(folder: Path) -> FolderImages:
     "Return a reader of one folder per class; ValueError or OSError if a class has no images."
+    expected = f"expected {folder}/CLASS/IMAGE.jpg"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist; {expected}")
     images, others, bare = survey(folder, image_endings())
     if not images:
-        state = "contains no images" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {state}; expected {folder}/CLASS/IMAGE.jpg")
+        raise FileNotFoundError(f"{folder} contains no images; {expected}")
     report_others(folder, others, bare)
     check_folders(images)
     names = sorted({path.parent.name for path in images}, key=natural_key)

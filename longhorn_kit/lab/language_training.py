@@ -248,6 +248,7 @@ def train_lm(
     data: str | None, # "stdlib", a file, folder or glob of texts, or hf:NAME; None: the preset's
     out: str | Path, # folder of the run
     text_column: str = "text", # of the data, see `prepare`
+    verify: bool = False, # compare all prepared tokens with their SHA-256
     options: dict | None = None, # of the mixer, such as {"d_state": 32}
     init_from: str = "", # folder of a model to take the first weights from
     **overrides: object, # see `override`
@@ -260,8 +261,8 @@ def train_lm(
         mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
-        corpus = prepare(**source_of(chosen, data, "fraction" in overrides, first_steps(out)),
-                         text_column=text_column)
+        source = source_of(chosen, data, "fraction" in overrides, first_steps(out))
+        corpus = prepare(**source, text_column=text_column, verify=verify)
         if is_main_process():
             print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)

@@ -26,7 +26,7 @@ from .looks import (
     AFTER_THE_PLAN, ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks,
     common_place, loss_of, looks_hash, planned_models, rate_at, stage_of)
 from .measures import measure_run, save_arrays
-from .plan import RATES, RECIPE
+from .plan import RATES, RECIPE, Model
 from .recipe import compile_blocks, evaluate
 from .run import Experiment, Results
 from .stats import LOOKS, PLAN_SD
@@ -164,30 +164,42 @@ def held_out(model, texts: Texts, s) -> dict: # s: settings of a job
     return {name: bits[name] / sizes[name] for name in bits} | {"all": sum(bits.values()) / sum(sizes.values())}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040
-def run_job(settings: dict, folder: Path) -> dict:
-    "Train one model and measure it along the way; divergence is a result too."
-    s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
-    texts, device = open_texts(**source), "cuda" if s.gpu else "cpu"
-    if texts.summary() != s.text:
-        raise ValueError(f"the text {source} is not the text of this job; restart the run with the same text")
+def train_run(
+    s: SimpleNamespace,        # settings of a job
+    texts: Texts,
+    source: dict,              # arguments of `open_texts` that gave the texts
+    points: int | None = None, # of the curve, after which to stop; None: to the end
+) -> tuple[SequenceLM, dict]:
+    "Train a job's model; return it, and what the record keeps of its training."
     model, checked = ready_model(json.dumps(s.model), s.context, s.gpu)
-    batches = windows(tokens_on(device, json.dumps(source)), s.context, s.rows, s.seed)
+    tokens = tokens_on("cuda" if s.gpu else "cpu", json.dumps(source))
+    batches = windows(tokens, s.context, s.rows, s.seed)
     draw_again(model, s)
     if s.gpu:
         torch.cuda.reset_peak_memory_stats()
     curve, clock, first = [], [time.monotonic()], []
-    watch = lambda loss: take_point(model, texts, s, loss, curve, clock)
+    def watch(loss):
+        failed = take_point(model, texts, s, loss, curve, clock)
+        return failed or len(curve) == points
     at, _ = fit(model, batches, next_byte_loss, s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu,
                 log_every=-(-s.steps // s.points), watch=watch, first=first, **FIXED)
     memory = torch.cuda.max_memory_allocated() if s.gpu else None
-    summary = summary_of(model, s, at, curve, clock)
+    losses = [round(float(loss) / math.log(2), 6) for loss in first]
+    return model, summary_of(model, s, at, curve, clock) | {"memory": memory, "first_losses": losses} | checked
+
+# %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040-3
+def run_job(settings: dict, folder: Path) -> dict:
+    "Train one model and measure it along the way; divergence is a result too."
+    s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
+    texts = open_texts(**source)
+    if texts.summary() != s.text:
+        raise ValueError(f"the text {source} is not the text of this job; restart the run with the same text")
+    model, trained = train_run(s, texts, source)
     measured, started = {}, time.monotonic()
-    if summary["diverged"] is None:
+    if trained["diverged"] is None:
         measured, arrays = measure_run(model, texts, s.context, s.rows, s.gpu)
         save_arrays(folder / "measures.npz", arrays)
-    more = {"measured": measured, "measure_seconds": round(time.monotonic() - started, 1), "memory": memory,
-            "first_losses": [round(float(loss) / math.log(2), 6) for loss in first]}
-    return summary | more | checked
+    return trained | {"measured": measured, "measure_seconds": round(time.monotonic() - started, 1)}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
 def draw_again(model, s): # s: settings of the job
@@ -225,8 +237,12 @@ def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: step
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-047
 def job_of(model: Seeded, group: str, same: dict, config: OnePass, place: float, seed: int) -> dict:
     "Return the settings of one run of a model, at a place of the grid."
-    shape = LMConfig(256, config.d_model, POOLS[group].blocks, model.mixer, model.options, model.d_mlp).to_dict()
-    return same | {"model": shape, "lr": rate_at(config.rates, place), "seed": seed}
+    lr = rate_at(config.rates, place)
+    return same | {"model": shape_of(model, POOLS[group].blocks, config), "lr": lr, "seed": seed}
+
+def shape_of(model: Model, blocks: int, config: OnePass) -> dict:
+    "Return the config of a planned model, as settings keep it."
+    return LMConfig(256, config.d_model, blocks, model.mixer, model.options, model.d_mlp).to_dict()
 
 def search_of(job: Callable, model: Seeded, config: OnePass, results: Results) -> Search: # job: place, seed -> settings
     "Return a model's search, with all of its finished runs."
@@ -257,6 +273,11 @@ def steps_of(config: OnePass, texts: Texts) -> int:
                          f"{config.context * config.rows + 1:,}")
     return steps
 
+def shared_settings(config: OnePass, texts: Texts) -> dict:
+    "Return the settings that all jobs of a scale share."
+    same = {"text": texts.summary(), "steps": steps_of(config, texts), "warmup": RECIPE["warmup"], **FIXED}
+    return same | {name: getattr(config, name) for name in ("context", "rows", "points", "gpu")}
+
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048
 def search_run(job: Callable, place: float, seed: int, results: Results) -> dict:
     "Return what the record keeps of a finished run of the search."
@@ -282,10 +303,8 @@ class State:
     def __init__(self, config: OnePass, results: Results):
         self.config = config
         self.results = results
-        texts = open_texts(**text_of(config))
-        same = {"text": texts.summary(), "steps": steps_of(config, texts), "warmup": RECIPE["warmup"], **FIXED}
-        same |= {name: getattr(config, name) for name in ("context", "rows", "points", "gpu")}
-        self.same = same # settings that all jobs share
+        same = shared_settings(config, open_texts(**text_of(config)))
+        self.same = same
         self.planned, self.job, self.searches, self.pools = {}, {}, {}, {}
         for group in config.groups:
             self.pools[group] = [self.enter(model, group, same) for model in POOLS[group].models]

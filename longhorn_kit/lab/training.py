@@ -6,7 +6,7 @@
 __all__ = ['train']
 
 # %% ../../nbs/machine/training.ipynb #training-003
-import hashlib, math, socket, time, uuid
+import hashlib, math, socket, sys, time, uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path

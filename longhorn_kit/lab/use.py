@@ -50,15 +50,18 @@ def model_folder(checkpoint: str | Path) -> Path:
 # %% ../../nbs/machine/use.ipynb #36_use-009
 def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
     "Write the text of tokens as they arrive, in whole characters only."
+    pad = getattr(tokenizer, "pad_token", None) # in an export the name of a byte that is no text
+    nameless = pad and pad != tokenizer.eos_token
+    decode = lambda ids: tokenizer.decode(ids).replace(pad, "\ufffd") if nameless else tokenizer.decode(ids)
     waiting = []
     for token in tokens:
         waiting.append(int(token))
-        text = tokenizer.decode(waiting)
+        text = decode(waiting)
         if not text.endswith("\ufffd") or len(waiting) >= 4: # a character has at most four bytes
             write(text)
             waiting = []
     if waiting:
-        write(tokenizer.decode(waiting))
+        write(decode(waiting))
 
 # %% ../../nbs/machine/use.ipynb #36_use-012
 def load_writer(folder: Path, tokenizer: str | None) -> tuple:

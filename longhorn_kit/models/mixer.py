@@ -163,7 +163,8 @@ class TextMask(NamedTuple):
 
     @classmethod
     def read(cls, mask: Tensor) -> "TextMask": # (B,T) bool
-        order = (~mask).int().argsort(dim=1, stable=True)
+        columns = torch.arange(mask.shape[1], device=mask.device, dtype=torch.int32)
+        order = (columns - mask.int() * 2**30).argsort(dim=1) # all are different: ONNX has no stable sort
         return cls(mask, order, order.argsort(1), mask.sum(1))
 
     def together(self, x: Tensor) -> Tensor: # (B,T,C)

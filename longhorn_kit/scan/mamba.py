@@ -365,7 +365,7 @@ def with_any_filter(function: Callable, modeling: ModuleType) -> Callable:
     return run
 
 def without_shortcut(forward: Callable) -> Callable:
-    "Return the forward of a layer that leaves out `mamba_inner_fn`, which knows no activation but SiLU, where it is wrong."
+    "Return the forward of a layer that leaves out `mamba_inner_fn`, which knows SiLU only, where it is wrong."
     @wraps(forward)
     def run(self, *args, **options):
         if self.activation in ACTIVATIONS or not self.training:
