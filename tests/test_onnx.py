@@ -140,3 +140,14 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
     out, *_ = onnxruntime.InferenceSession(tmp_path / "hf.onnx").run(None, {name: t.numpy() for name, t in given.items()})
     read = mask.bool() if masked else torch.ones_like(mask, dtype=torch.bool)
     torch.testing.assert_close(torch.from_numpy(out)[read], model(**given).logits[read], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scan", ("longhorn", slow_case("longhorn_exact"), slow_case("mamba")))
+def test_a_vision_model_classifies(scan, tmp_path):
+    from longhorn_kit.models.vision import timm
+    torch.manual_seed(0)
+    model = timm.create_model(f"{scan}_vim_nano_patch2_8", depth=2, global_pool="avg").eval()
+    run = exported(model, (torch.randn(2, 1, 8, 8),), tmp_path, ({0: Dim.DYNAMIC},))
+    images = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(run(images)[0], model(images), atol=1e-5, rtol=1e-4)
