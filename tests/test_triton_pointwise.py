@@ -158,7 +158,9 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
     (dk, ds), (exact_dk, exact_ds) = (torch.autograd.grad(u, (whole, s), g.to(u.dtype)) for u in (found, expected))
     assert dk.dtype is dtype and ds.dtype is torch.float32 and ds.shape == (1,)
     if found.numel():
-        assert far(found, expected) < CLOSE[dtype] and far(ds, exact_ds) < 2e-6
+        assert far(found, expected) < CLOSE[dtype]
+        terms = (g.double() * expected.detach() / s.detach()).abs().sum() # of the length's gradient: most of it may cancel
+        assert (ds - exact_ds).abs() < 2e-6 * terms
         exact_dk = exact_dk.masked_fill(zero, 0)
         assert N == 1 and not exact_dk.abs().gt(1e-6).any() or far(dk, exact_dk) < CLOSE[dtype]
         assert not found[zero[..., 0]].any() and not dk[zero[..., 0]].any()
@@ -259,13 +261,16 @@ def test_gpu_training_with_the_kernels_is_training_without_them(name, options, d
     exact.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
     tokens = torch.randint(301, (3, 50), device="cuda")
     expected = torch.autograd.grad(exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters()))
+    whole = torch.stack([b.norm() for b in expected]).norm()
+    # in the gradient of a single number nearly everything cancels: it is compared with the whole gradient
+    error = lambda a, b: far(a, b) if b.numel() > 1 else ((a.double() - b).norm() / whole).item()
     errors = []
     for kernels in (False, True):
         for module in (lm, memory, mixer):
             monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=40)
-        errors.append([far(a, b) for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected)])
+        errors.append([error(a, b) for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected)])
     if bf16:
         assert all(new < 1.3 * old + 1e-3 for old, new in zip(*errors))
     else:
