@@ -12,7 +12,6 @@ __all__ = ['SEARCH_SEEDS', 'POOLS', 'AFTER_THE_PLAN', 'RERUNS', 'ALL_MODELS', 'P
 
 # %% ../../nbs/machine/looks.ipynb #looks-003
 import hashlib, json, math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 

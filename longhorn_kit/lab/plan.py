@@ -8,7 +8,7 @@ __all__ = ['GROUPS', 'RATES', 'EXPLORATORY', 'RECIPE', 'FIRST_PLAN', 'Model', 'G
            'compare_tokens_saved', 'about_one_pass', 'plan_hash']
 
 # %% ../../nbs/machine/plan.ipynb #plan-003
-import hashlib, json, math
+import hashlib, json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 

@@ -33,12 +33,12 @@ def recorded_runs(record: dict) -> Iterator[dict]:
     for group, models in record["results"]["groups"].items():
         for model in models:
             shared = {"group": group, "model": model["name"]}
-            for run in model["runs"]:
-                yield run | shared | {"lr": model["lr"]}
-            for run in model.get("one_rate", []):
-                yield run | shared | {"lr": rate_at(record["settings"]["rates"], model["common"])}
-            for run in model.get("search", []):
-                yield run | shared
+            for row in model["runs"]:
+                yield row | shared | {"lr": model["lr"]}
+            for row in model.get("one_rate", []):
+                yield row | shared | {"lr": rate_at(record["settings"]["rates"], model["common"])}
+            for row in model.get("search", []):
+                yield row | shared
             for lr, loss in model["bracket"].items() if "search" not in model else ():
                 yield {"seed": 0, "lr": float(lr), "bits_per_byte": loss} | shared
 

@@ -7,7 +7,6 @@ __all__ = ['FLAGS', 'INSTRUCTIONS', 'FORMS', 'STEPS', 'build', 'library', 'compi
 
 # %% ../../nbs/machine/native.ipynb #native-004
 import ctypes, hashlib, os, platform, shlex, subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
