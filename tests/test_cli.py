@@ -364,12 +364,19 @@ def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
 
 
 def test_a_forked_process_of_a_command_ends_as_usual():
-    with cli.sigterm_interrupts():
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
-        child.start()
-        child.terminate()
-        child.join(10)
-    assert child.exitcode == -signal.SIGTERM
+    "In a new process: a fork of this one may wait for a lock of another thread."
+    script = """
+import multiprocessing, time
+from longhorn_kit import cli
+with cli.sigterm_interrupts():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    child.terminate()
+    child.join(20)
+print(child.exitcode)
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert shown.stdout.strip() == str(-signal.SIGTERM), shown.stderr
 
 
 # generate

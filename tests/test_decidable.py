@@ -8,6 +8,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
+from sweep import slow_case
 
 from longhorn_kit import cli
 from longhorn_kit.lab import claims, extrapolation, language, one_pass, published
@@ -88,7 +89,7 @@ LANGUAGE = {"language": ("longhorn", ("mamba", "attention", "gla")), "exact-lang
 
 @pytest.mark.parametrize("tokens", [40_000_000, 9_000_000_000])
 @pytest.mark.parametrize("scale", ["gpu", "paper"])
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", [name if name == "language" else slow_case(name) for name in LANGUAGE])
 def test_a_claim_about_one_rate_is_decided_by_its_command(name, scale, tokens, monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(tokens))
@@ -203,7 +204,7 @@ def test_vision_is_decided_by_its_command(scale, lead, word, tmp_path):
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
-@pytest.mark.parametrize("name", ["mqar", "exact-mqar", "larger-state"])
+@pytest.mark.parametrize("name", ["mqar", slow_case("exact-mqar"), slow_case("larger-state")])
 def test_the_grid_of_recall_is_decided_by_its_command(name, sign, word, tmp_path):
     best = {"mqar": "longhorn", "exact-mqar": "longhorn_exact"}
     def metrics(settings):
@@ -232,7 +233,7 @@ def test_the_toy_task_is_decided_by_its_command(name, sign, word, tmp_path):
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
-@pytest.mark.parametrize("name", ["extrapolation", "extrapolation-delta", "passkeys"])
+@pytest.mark.parametrize("name", ["extrapolation", slow_case("extrapolation-delta"), slow_case("passkeys")])
 def test_long_texts_are_decided_by_the_command_that_trains_first(name, sign, word, monkeypatch, tmp_path):
     (trains, _, training), (asked, scale, config) = commanded(find_claim(name).commands["gpu"])
     assert (trains, asked) == ("language", "extrapolation") and config.checkpoints == "runs/language/gpu"
@@ -276,7 +277,7 @@ def one_pass_metrics(sign): # 1: for the claims
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
-@pytest.mark.parametrize("name", SECOND_PLAN)
+@pytest.mark.parametrize("name", [name if name == "one-pass" else slow_case(name) for name in SECOND_PLAN])
 def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_path):
     monkeypatch.setattr(one_pass, "open_texts", lambda **source: text_of(169_500_000))
     claim = find_claim(name)

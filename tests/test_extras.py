@@ -184,7 +184,7 @@ sys.exit(start())
 '''
 
 
-@pytest.mark.parametrize("command", ["train-lm", "train-vision", *map(slow_case, sorted(NEEDS.keys() - {"train-lm", "train-vision"}))])
+@pytest.mark.parametrize("command", ["train-lm", slow_case("train-vision"), *map(slow_case, sorted(NEEDS.keys() - {"train-lm", "train-vision"}))])
 def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
     "Other packages of extras are hidden from the process."
     hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])

@@ -91,6 +91,7 @@ def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
     assert len(arrays) == len(finite) and all(len(found) for found in arrays)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, monkeypatch):
     count, train = [], one_pass.fit
     def killed(*args, **options):

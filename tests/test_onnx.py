@@ -79,7 +79,7 @@ def test_a_step_keeps_its_states_over_64_tokens(name, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", ("longhorn_exact", slow_case("mamba2"), slow_case("attention")))
+@pytest.mark.parametrize("mixer", (slow_case("longhorn_exact"), slow_case("mamba2"), slow_case("attention")))
 def test_a_language_model_reads_and_decodes(mixer, tmp_path):
     torch.manual_seed(0)
     model = SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=48)).eval()
@@ -103,6 +103,7 @@ def test_a_layer_reads_one_fixed_length(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_file_does_not_grow_with_the_length(tmp_path):
     layer, sizes = Longhorn(16, form="exact").eval(), []
     for T in (8, 256):
@@ -126,7 +127,7 @@ def test_other_tracers_keep_the_custom_operations():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("masked", (slow_case(False), True))
+@pytest.mark.parametrize("masked", (slow_case(False), slow_case(True)))
 def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
     transformers = pytest.importorskip("longhorn_kit.models.transformers", reason='needs the extra "hf"')
     torch.manual_seed(0)
@@ -143,7 +144,7 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scan", ("longhorn", slow_case("longhorn_exact"), slow_case("mamba")))
+@pytest.mark.parametrize("scan", (slow_case("longhorn"), slow_case("longhorn_exact"), slow_case("mamba")))
 def test_a_vision_model_classifies(scan, tmp_path):
     from longhorn_kit.models.vision import timm
     torch.manual_seed(0)

@@ -567,7 +567,7 @@ def test_an_exported_model_equals_the_eager_one_at_any_batch_and_length(learning
     assert_exported_equals_eager(LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning)
 
 
-@pytest.mark.parametrize("mixer", ("longhorn_exact", "attention", "mamba2"))
+@pytest.mark.parametrize("mixer", ("longhorn_exact", slow_case("attention"), slow_case("mamba2")))
 def test_an_exported_model_takes_any_mask(mixer):
     from torch.export import Dim
     hf = to_transformers(make(mixer))

@@ -3,6 +3,7 @@ import inspect, json, os, re, shutil, subprocess, sys, warnings
 from pathlib import Path
 
 import pytest
+from sweep import slow_case
 import torch
 
 pytest.importorskip("transformers")
@@ -63,7 +64,7 @@ def in_python_without_the_kit(code, tmp_path):
     return torch.load(tmp_path / "found.pt")
 
 
-@pytest.mark.parametrize("options", ({}, dict(key_norm=True)))
+@pytest.mark.parametrize("options", ({}, slow_case(dict(key_norm=True))))
 def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(options, tmp_path):
     folder = export(tmp_path / "hf", mixer_options=options)
     code = f"""
@@ -91,6 +92,7 @@ def other_version(folder, out):
     return out
 
 
+@pytest.mark.slow
 def test_two_exports_in_one_process_without_the_kit_run_each_its_own_code(tmp_path):
     one = export(tmp_path / "one")
     shutil.copytree(one, tmp_path / "same")
