@@ -164,7 +164,8 @@ def in_process(messages: Any, variables: dict, function: Callable, arguments: tu
         sys.exit(1)
 
 def begin_process(variables: dict) -> None:
-    "Prepare a process for jobs: its environment, and its end."
+    "Prepare a process for jobs: its environment, the driver's of now, and its end."
+    os.environ.clear() # the server that forks it keeps an older one
     os.environ.update(variables) # before CUDA lists its devices
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_driver, daemon=True).start()
