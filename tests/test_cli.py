@@ -1,5 +1,5 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
-import dataclasses, errno, json, lzma, multiprocessing, os, re, signal, subprocess, sys, time
+import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fakes
