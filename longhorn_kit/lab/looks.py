@@ -19,7 +19,7 @@ from .compare import comparison_of, own_seeds, tokens_at
 from .plan import RATES, RECIPE, Model, scan_models
 from .stats import (
     APART, EXPLODED, FARTHEST, FLATTEST, LOOK_LEVEL, LOOKS, MEAN_SEARCH, PLAN_SD, PRIOR_DF, Comparison, Contrast, Fit,
-    Judgement, fit_mean, fit_rates, is_open, judge_looks)
+    Judgement, fit_mean, fit_rates, is_open, judge_looks, no_verdict)
 from ..records import to_plain
 
 # %% ../../nbs/machine/looks.ipynb #looks-006
@@ -306,7 +306,7 @@ def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit:
     "Estimate a model's loss from its first judged runs, as many as `count`."
     losses = [loss_of(run) for run in runs_of(model, family)[:count]]
     if model["why"]:
-        return Fit(math.nan, math.nan, 0.0, 0, why=model["why"])
+        return no_verdict(model["why"])
     search = [(run["place"], loss_of(run)) for run in model["search"]]
     own = fit_rates(search, [loss_of(run) for run in model["runs"][:count]], model["place"], sd)
     if family == "best rates":
@@ -315,7 +315,7 @@ def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit:
     exploded = sum(finite(loss) > best + EXPLODED * sd for loss in losses)
     if exploded:
         why = f"{exploded} of {len(losses)} runs exploded at the common rate"
-        return Fit(math.nan, math.nan, 0.0, 0, why=why)
+        return no_verdict(why)
     return fit_mean(losses, own) # the residuals at its own rate count too
 
 # %% ../../nbs/machine/looks.ipynb #looks-028
@@ -441,7 +441,7 @@ def fit_growth(model: dict, count: int) -> Fit:
     if None in grown:
         why = "no document reaches 16 times the context"
     if why:
-        return Fit(math.nan, math.nan, 0.0, 0, why=why)
+        return no_verdict(why)
     return fit_mean([value - LARGEST_GROWTH for value in grown])
 
 def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # models of a record
@@ -451,7 +451,7 @@ def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # mode
     so both models' noise counts. It is negative if the second model is the better one."""
     for model in (first, second):
         if model["why"]:
-            lost = Fit(math.nan, math.nan, 0.0, 0, why=model["why"])
+            lost = no_verdict(model["why"])
             return lost, lost
     runs = [[run["val"] for run in model["runs"][:count]] for model in (first, second)]
     last = [mean(curve["all"][-1] for curve in curves) for curves in runs]

@@ -429,6 +429,7 @@ def drive(
                     done = [results.known[folder] for folder in known if folder not in left]
                     started = [(settings, begun) for _, settings, begun in running.values()]
                     waiting = [settings for folder, settings in todo.items() if folder not in running]
+                    seconds = seconds_by_kind(done)
                     if done:
                         found = estimate(done, started, waiting + later, engine.workers)
                         bar.set_postfix_str(f"{roughly(found.left)} left" if found.jobs else "", refresh=False)
@@ -438,7 +439,7 @@ def drive(
                 late = time.time() > deadline
                 while len(running) < engine.workers and not late:
                     waiting = [folder for folder in todo if folder not in running
-                               and ends_in_time(todo[folder], seconds_by_kind(done), deadline)]
+                               and ends_in_time(todo[folder], seconds, deadline)]
                     if not waiting:
                         break
                     folder = waiting[engine.choose([todo[other] for other in waiting])]

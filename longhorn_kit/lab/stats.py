@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PLAN_SD', 'LOOKS', 'LOOK_LEVEL', 'FLATTEST', 'FARTHEST', 'EXPLODED', 'MEAN_SEARCH', 'PRIOR_DF', 'APART', 'WORDS',
-           'MARGINS', 'LEVEL', 'AHEAD', 'BEHIND', 'EQUAL', 'MIN_SEEDS', 'SEARCH', 'Fit', 'fit_mean', 'fit_rates',
-           'spreads', 'Contrast', 'Judgement', 'holm', 'judge_looks', 'is_open', 'Comparison', 'measure', 'judge',
-           'fit_share', 'judge_ratios', 'effect', 'verdict_table']
+           'MARGINS', 'LEVEL', 'AHEAD', 'BEHIND', 'EQUAL', 'MIN_SEEDS', 'SEARCH', 'Fit', 'fit_mean', 'no_verdict',
+           'fit_rates', 'spreads', 'Contrast', 'Judgement', 'holm', 'judge_looks', 'is_open', 'Comparison', 'measure',
+           'judge', 'fit_share', 'judge_ratios', 'effect', 'verdict_table']
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-003
 import math
@@ -45,7 +45,7 @@ def fit_mean(
     "Estimate a model's outcome by the mean of its judged seeds."
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < len(values) or not finite:
-        return _no_verdict(_share_exploded(len(values) - len(finite), len(values)), values)
+        return no_verdict(_share_exploded(len(values) - len(finite), len(values)), values)
     center = fmean(finite)
     squares = sum((value - center) ** 2 for value in finite)
     fit = Fit(center, 1 / len(finite), squares, len(finite) - 1, tuple(values))
@@ -55,7 +55,8 @@ def fit_mean(
         return replace(fit, squares=also.squares, df=also.df)
     return replace(fit, squares=fit.squares + also.squares, df=fit.df + also.df)
 
-def _no_verdict(why, values):
+def no_verdict(why: str, values: Sequence[float] = ()) -> Fit: # why; (n,) outcomes
+    "Return the fit of a model that gets no verdict."
     return Fit(math.nan, math.nan, 0.0, 0, tuple(values), why=why)
 
 def _share_exploded(exploded, runs):
@@ -81,13 +82,13 @@ def fit_rates(
 ) -> Fit:
     "Estimate a model's loss at its best rate by a parabola through all runs within one step of it."
     if extended:
-        return _no_verdict("the best rate is an end of the extended grid", judged)
+        return no_verdict("the best rate is an end of the extended grid", judged)
     runs = [(position - best, loss) for position, loss in search if abs(position - best) <= 1]
     runs += [(0.0, loss) for loss in judged]
     at_best = [loss for offset, loss in runs if offset == 0]
     usual = _usual_losses(at_best, EXPLODED * sd)
     if len(usual) < len(at_best) or not usual:
-        return _no_verdict(_share_exploded(len(at_best) - len(usual), len(at_best)), judged)
+        return no_verdict(_share_exploded(len(at_best) - len(usual), len(at_best)), judged)
     highest = fmean(usual) + EXPLODED * sd
     kept = [(offset, loss) for offset, loss in runs if loss <= highest] # NaN is not
     if len({offset for offset, _ in kept}) < 3:
