@@ -7,6 +7,7 @@ from longhorn_kit.models.mixer import ScanMixer
 
 NAMES = sorted(MIXERS)
 KINDS = {name: getattr(MIXERS[name], "func", MIXERS[name]) for name in NAMES}
+KIT = [name for name in NAMES if KINDS[name].__module__.startswith("longhorn_kit.")]
 SCANS = [name for name in NAMES if issubclass(KINDS[name], ScanMixer)]
 MATRICES = [name for name in NAMES if issubclass(KINDS[name], MatrixMixer)]
 GROWING = ("attention",) # caches that grow with every token
@@ -28,4 +29,5 @@ def every(names):
 
 
 every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
+every_mixer_of_kit = every(KIT) # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass
 every_layer = every([*NAMES, *OPTIONS]) # names for `parts`

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest, torch
 import torch.nn.functional as F
-from mixers import every_mixer
+from mixers import every_mixer, every_mixer_of_kit
 from longhorn_kit.lab import measures
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.language_training import Texts, new_model
@@ -251,7 +251,7 @@ def test_percentiles_of_mamba(name):
         assert found[key] == percentiles(values), key
 
 
-@every_mixer
+@every_mixer_of_kit
 def test_every_layer_is_described_or_has_no_keys(name):
     "A layer with keys is described by finite numbers; keys of the delta rule have length one; attention has nothing."
     lm = model(name).float()

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
-from mixers import GROWING, NAMES, OPTIONS, SCANS, every, every_layer, every_mixer, every_scan, parts
+from mixers import GROWING, NAMES, OPTIONS, SCANS, every, every_layer, every_mixer, every_mixer_of_kit, every_scan, parts
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import perturbed
@@ -363,7 +363,7 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
         assert make(name).double().empty_cache(1).S.dtype is torch.float64
 
 
-@every_mixer
+@every_mixer_of_kit
 def test_a_traced_layer_runs_and_learns_at_another_length(name):
     "A traced layer passes the checks that `torch.jit.trace` makes by default, and equals the layer at another length, with gradients."
     torch.manual_seed(0)
@@ -374,7 +374,7 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * want.abs().max().item())
 
 
-@every_mixer
+@every_mixer_of_kit
 @pytest.mark.parametrize("batch, steps", ((0, 5), (2, 0)))
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, steps):
     "Every parameter gets a gradient of zeros from a batch without rows or without tokens: processes that share gradients wait for each."

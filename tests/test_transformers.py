@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from mixers import every_mixer
+from mixers import every_mixer, every_mixer_of_kit
 from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
@@ -94,7 +94,7 @@ def scattered(rows=5, length=14, seed=0):
     return mask.long()
 
 
-@every_mixer
+@every_mixer_of_kit
 def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
     hf, tokens = to_transformers(make(name)).double(), torch.randint(50, (5, 20))
