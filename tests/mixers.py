@@ -1,5 +1,6 @@
 """Checks of every mixer. `python -m pytest -m mixer -k NAME` runs all of them for one; a failure starts with the docstring of its check."""
 import pytest
+from sweep import slow_case
 
 from longhorn_kit.models import MIXERS
 from longhorn_kit.models.matrix_mixers import MatrixMixer
@@ -20,14 +21,19 @@ def parts(name):
     return name, {option: True} if option else {}
 
 
-def every(names):
-    "Run a check for these mixers; its docstring says in one sentence what it demands."
+def every(names, quick=None):
+    "Run a check for these mixers; its docstring says in one sentence what it demands. Those not in `quick` run in `make test-slow`."
+    cases = [name if quick is None or name in quick else slow_case(name) for name in names]
     def mark(check):
         assert (check.__doc__ or "").strip().endswith("."), f"{check.__name__} does not say what it demands"
-        return pytest.mark.mixer(pytest.mark.parametrize("name", names)(check))
+        return pytest.mark.mixer(pytest.mark.parametrize("name", cases)(check))
     return mark
 
 
 every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
 every_mixer_of_kit = every(KIT) # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass
 every_layer = every([*NAMES, *OPTIONS]) # names for `parts`
+# for long checks: `make test` runs one mixer of each family of code
+FAMILIES = ("longhorn", "longhorn_exact", "mamba", "deltanet", "attention")
+every_family = every(NAMES, FAMILIES)
+every_family_of_kit = every(KIT, FAMILIES)

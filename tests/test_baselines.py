@@ -12,7 +12,7 @@ from mambapy.mamba import MambaBlock, MambaConfig
 
 from fla_files import naive
 from sweep import slow_case
-from mixers import MATRICES, SCANS, every_matrix, every_mixer
+from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import LMConfig, SequenceLM, lm
 from longhorn_kit.models.baselines import Attention, Mamba, MambaInputA, default_heads, mask_options, rotate
@@ -395,7 +395,7 @@ def count_alike(config):
     return one.num_parameters() + (config.n_layer - 1) * sum(p.numel() for p in one.blocks.parameters())
 
 
-@every_mixer
+@every_family
 @pytest.mark.parametrize("size", ["small", slow_case("owt-120m"), slow_case("owt-350m"), "slimpajama-1.3b"])
 def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, monkeypatch):
     "A model of the paper's sizes can be matched to Longhorn's parameters within 1 %, and to its width within 2 %."
@@ -408,7 +408,7 @@ def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, mon
     assert replace(matched, d_model=SIZES[size][1], d_mlp=0) == replace(config_at(size, name), d_mlp=0)
 
 
-@every_mixer
+@every_family
 def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
     "A model of one block learns a text of 36 tokens in 60 steps, and continues it without a mistake."
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
+from sweep import slow_case
 from longhorn_kit import cli, records
 from longhorn_kit.lab import corpus, data
 from longhorn_kit.lab.corpus import prepare
@@ -180,7 +181,7 @@ DEATHS = [ # function, call, before or after its work
     (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)]
 
 
-@pytest.mark.parametrize("kind, tokens", [("text", None), ("jsonl", None), ("parquet", None), ("hub", None), ("text", 33_000)])
+@pytest.mark.parametrize("kind, tokens", [("text", None), slow_case("jsonl", None), slow_case("parquet", None), ("hub", None), slow_case("text", 33_000)])
 def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, monkeypatch, kind, tokens):
     source, seen = sources(tmp_path)[kind], []
     cache, die = tmp_path / "cache", lambda: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
@@ -202,7 +203,7 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, mon
         "train.bin", "val.bin", "index.json", "checked.json"}
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("sent, code", [slow_case(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch, sent, code):
     def endless(rows, **settings):
         (tmp_path / f"{os.getpid()}.pid").touch()

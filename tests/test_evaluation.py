@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 
 import test_cli
+from sweep import slow_case
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
 from longhorn_kit.lab import evaluation, published
@@ -182,7 +183,7 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(checkpoint, capsy
     assert value(record, "wikitext", "byte_perplexity") > 1 # in the record, but not in the mean
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "retnet", "rwkv5", "gla"]) # the official code's, and exact
+@pytest.mark.parametrize("mixer", ["longhorn", "gla", *map(slow_case, ("longhorn_exact", "mamba", "attention", "retnet", "rwkv5"))]) # the official code's, and exact
 def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
     save(tmp_path / "kit", mixer)
     out = evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "hf")

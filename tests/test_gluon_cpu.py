@@ -78,20 +78,20 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
 LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
 # every form, every width of the state, segments, packed sequences, widths that are no multiple of a block
 COVERING = [
-    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=37, D=40, N=64)),
+    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=1, T=37, D=40, N=64)),
     ("exact", dict(B=1, T=20, D=40, N=128)), ("exact", dict(B=2, T=3, D=1, N=1)),
-    ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])),
     ("exact", dict(B=1, T=45, D=67, N=5, bounds=[0, 1, 16, 45], few=False)),
-    ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)), ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
+    ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)),
     ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32)),
     ("diagonal", dict(B=1, T=40, D=8, N=128, dtype=FP32)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
     ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("s6", dict(B=2, T=37, D=33, N=16)), ("s6", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
-    ("s6_given", dict(B=1, T=21, D=33, N=16)), ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
+    ("s6", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
+    ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
     ("s6_time_varying", dict(B=1, T=21, D=33, N=16)),
-    ("s6_time_varying", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("decoupled", dict(B=1, T=21, D=33, N=16)), ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
+    ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
 REST = [
+    ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)), ("s6_given", dict(B=1, T=21, D=33, N=16)), ("decoupled", dict(B=1, T=21, D=33, N=16)),
     ("exact", dict(B=1, T=20, D=72, N=16, few=False)), ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)),
     ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
     ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
@@ -258,7 +258,7 @@ def test_afterwards_kernels_are_compiled_again():
 
 
 @pytest.mark.parametrize("N", (16, slow_case(64)))
-@pytest.mark.parametrize("form", ("exact", "diagonal", "decoupled"))
+@pytest.mark.parametrize("form", ("exact", "diagonal", slow_case("decoupled")))
 def test_later_steps_change_no_output(form, N):
     "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
-from mixers import every_mixer
+from mixers import every_family
 from test_corpus import characters
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
@@ -79,7 +79,7 @@ def longhorn_parameters(preset):
     return count_parameters(model_config(LM_PRESETS[preset], "longhorn", vocabulary(preset)))
 
 
-@every_mixer
+@every_family
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
 def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
     "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."

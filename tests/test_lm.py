@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
-from mixers import every_mixer
+from mixers import every_family, every_mixer
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import rms
@@ -256,7 +256,7 @@ def packed_case(name, **options):
     return model, tokens, bounds
 
 
-@every_mixer
+@every_family
 def test_packed_documents_are_documents_alone(name):
     "In a language model, packed documents have the features and gradients that they have alone."
     model, tokens, bounds = packed_case(name, d_mlp=24)
@@ -269,7 +269,7 @@ def test_packed_documents_are_documents_alone(name):
     torch.testing.assert_close(loss, lm.mean_loss(F.linear(alone, model.output_matrix(alone)), tokens.view(1, -1)))
 
 
-@every_mixer
+@every_family
 def test_nothing_crosses_a_border(name):
     "Another document in its place changes no bit of the others, and no loss of theirs reaches it."
     model, tokens, bounds = packed_case(name)
@@ -296,7 +296,7 @@ def test_published_parameter_counts(d_model, n_layer, mixer, millions):
     assert round(count_parameters(LMConfig(50304, d_model, n_layer, mixer)) / 1e6, 2) == millions
 
 
-@every_mixer
+@every_family
 @pytest.mark.parametrize("draw", [0, *map(slow_case, range(1, 6))])
 def test_models_of_all_kinds_can_be_matched(name, draw):
     "A model's width or MLP can be chosen so that it has the parameters of another kind of model within 1 %."
@@ -693,7 +693,7 @@ def test_integers_of_numpy_are_integers():
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(1, 4, 16)), layer(torch.ones(1, 4, 16)))
 
 
-@pytest.mark.parametrize("mixer", ("longhorn", "attention", slow_case("mamba2")))
+@pytest.mark.parametrize("mixer", ("longhorn", slow_case("attention"), slow_case("mamba2")))
 def test_a_model_compiles_as_one_graph_and_its_blocks_read_packed_documents(mixer):
     model, tokens, bounds = packed_case(mixer)
     torch._dynamo.reset()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest, torch
 import torch.nn.functional as F
-from mixers import every_mixer, every_mixer_of_kit
+from mixers import every_family, every_family_of_kit
+from sweep import slow_case
 from longhorn_kit.lab import measures
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.language_training import Texts, new_model
@@ -64,7 +65,7 @@ def test_documents_are_read_from_an_end_mark_to_an_end_mark_and_cut():
     assert list(measures.parts_of(texts(long={}), 20)) == ["docs", "prose"]
 
 
-@every_mixer
+@every_family
 def test_a_document_has_the_losses_that_it_has_alone(name):
     "Documents of any length read side by side, padded and in pieces, have the losses of each read alone."
     lm = model(name)
@@ -76,7 +77,7 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
             np.testing.assert_allclose(found, alone(lm, tokens), rtol=2e-6, atol=2e-6) # stored as float32
 
 
-@every_mixer
+@every_family
 def test_lengths_are_windows_with_a_fresh_state(name):
     "The loss at a length is that of windows of this length, each read from a fresh state, on the same bytes."
     lm = model(name)
@@ -251,7 +252,7 @@ def test_percentiles_of_mamba(name):
         assert found[key] == percentiles(values), key
 
 
-@every_mixer_of_kit
+@every_family_of_kit
 def test_every_layer_is_described_or_has_no_keys(name):
     "A layer with keys is described by finite numbers; keys of the delta rule have length one; attention has nothing."
     lm = model(name).float()
@@ -290,7 +291,7 @@ def test_windows_lie_evenly_in_every_domain():
 
 
 @pytest.mark.parametrize("name, form, other", [
-    ("longhorn", "diagonal", "exact"), ("longhorn_exact", "exact", "diagonal"), ("longhorn_scalar", "diagonal", "exact")])
+    ("longhorn", "diagonal", "exact"), slow_case("longhorn_exact", "exact", "diagonal"), slow_case("longhorn_scalar", "diagonal", "exact")])
 def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
     lm, source = model(name, layers=3), texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
-from mixers import GROWING, NAMES, OPTIONS, SCANS, every, every_layer, every_mixer, every_mixer_of_kit, every_scan, parts
+from mixers import FAMILIES, GROWING, NAMES, OPTIONS, SCANS, every, every_family_of_kit, every_layer, every_mixer, every_mixer_of_kit, every_scan, parts
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import perturbed
@@ -61,7 +61,7 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
         torch.testing.assert_close(pieces, layer(h), atol=2e-5, rtol=2e-5)
 
 
-@every([*SCANS, *OPTIONS])
+@every([*SCANS, *OPTIONS], FAMILIES)
 def test_compiled_halves_of_the_input_projection_are_the_whole(name):
     "A compiled scan layer has the gradients of the eager one."
     layer, h = make(name), torch.randn(2, 9, 16)
@@ -363,7 +363,7 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
         assert make(name).double().empty_cache(1).S.dtype is torch.float64
 
 
-@every_mixer_of_kit
+@every_family_of_kit
 def test_a_traced_layer_runs_and_learns_at_another_length(name):
     "A traced layer passes the checks that `torch.jit.trace` makes by default, and equals the layer at another length, with gradients."
     torch.manual_seed(0)
@@ -472,7 +472,8 @@ def test_low_rank_is_a_sixteenth_rounded_up():
 
 
 @pytest.mark.parametrize("learning", (slow_case(False), True))
-@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar", *OPTIONS, "mamba", "mamba_input_a", "attention"))
+@pytest.mark.parametrize("name", ("longhorn", "longhorn_exact+key_norm", "mamba", "attention",
+                                  *map(slow_case, ("longhorn_exact", "longhorn_decoupled", "longhorn_scalar", "longhorn+key_norm", "mamba_input_a"))))
 def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning):
     "Whether gradients were on at the export or are on at the run."
     torch.manual_seed(0)

@@ -52,7 +52,7 @@ def everything(form, t, A=None, more=(), **options):
 
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("inplace", [False, slow_case(True)])
 def test_steps_equal_the_scan(form, backend, inplace):
     t = make()
     first = torch.randn(B, D, N)
@@ -120,7 +120,7 @@ def test_strides_do_not_change_a_bit(form):
         assert torch.equal(run(form, moved), expected)
 
 
-@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("form", ["diagonal", "s6", *(slow_case(form) for form in RUNS if form not in ("diagonal", "s6"))])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
@@ -131,7 +131,7 @@ def test_bounds_may_have_any_stride(form, backend):
 
 
 @pytest.mark.parametrize("backend", ("triton", "chunked"))
-@pytest.mark.parametrize("kind", ("expanded", "sliced", "transposed"))
+@pytest.mark.parametrize("kind", ("sliced", slow_case("expanded"), slow_case("transposed")))
 def test_rates_may_have_any_stride(kind, backend):
     "S6 with one row of rates for all channels, and with rates that are a part of a wider tensor: every gradient."
     t = make()
@@ -205,7 +205,7 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
     assert batch == 0 or copy.data_ptr() != first.data_ptr()
 
 
-@pytest.mark.parametrize("form", RUNS)
+@pytest.mark.parametrize("form", ["exact", *(slow_case(form) for form in RUNS if form != "exact")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
     "Kernels, also those in C++, read the memory, which holds the other sign."
@@ -342,7 +342,7 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
 
 
 @pytest.mark.parametrize("transform, form", [
-    ("grad", "diagonal"), ("jvp", "diagonal"), ("vmap", "diagonal"), ("dual numbers", "diagonal"),
+    slow_case("grad", "diagonal"), ("jvp", "diagonal"), ("vmap", "diagonal"), slow_case("dual numbers", "diagonal"),
     ("grad", "s6"), slow_case("jvp", "s6"), slow_case("vmap", "s6"), slow_case("dual numbers", "s6")])
 def test_compiled_transforms_take_the_reference_too(transform, form):
     "The operation has no forward mode: a compiled tangent used to be zero."

@@ -183,7 +183,7 @@ def processes_in(folder):
     return list({p.pid: p for parent in found for p in tree(parent)}.values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, slow_case(signal.SIGKILL)])
+@pytest.mark.parametrize("number", [slow_case(signal.SIGINT), slow_case(signal.SIGKILL)])
 def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
     process = driver(tmp_path)
     end = time.monotonic() + 180

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rounding import bound
 from scan_cases import DEVICE, captured, error, gradients, leaves, poisoned, within
+from sweep import slow_case
 from longhorn_kit.scan import triton_conv
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
@@ -248,7 +249,7 @@ def test_operations_are_well_formed(small):
     torch.library.opcheck(triton_conv._short_conv_backward, (dy, dfinal, *a.values(), None, True))
 
 
-@pytest.mark.parametrize("twice", (False, True))
+@pytest.mark.parametrize("twice", (slow_case(False), True))
 def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small):
     a, dy, dfinal = inputs(2, 7, 5, 4)
     cu = None if twice else torch.tensor([0, 3, 7], device=DEVICE)

@@ -24,6 +24,7 @@ import build  # noqa: E402
 import figures  # noqa: E402
 from browser import MISSING, Browser  # noqa: E402
 from colours import contrast  # noqa: E402
+from sweep import slow_case  # noqa: E402
 
 NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning") # of Sphinx's extensions
@@ -121,7 +122,7 @@ def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_
         assert build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()) == shown
 
 
-@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("published", [slow_case(False), True])
 def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp_path, monkeypatch):
     settings = (ROOT / "settings.ini").read_text()
     settings = re.sub(r"^published = .*", f"published = {published}", settings, flags=re.M)

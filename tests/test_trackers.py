@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_training import CONFIG, Interrupting, failing, run
 
+from sweep import slow_case
 from longhorn_kit import cli
 from longhorn_kit.extras import pip_command
 from longhorn_kit.records import read_json, read_jsonl
@@ -56,7 +57,7 @@ def test_tensorboard_shows_the_metrics_of_a_run_that_was_stopped_and_resumed(tmp
     assert events(tmp_path) == as_shown(tmp_path) and len(events(tmp_path)) == CONFIG.steps
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["train-lm", slow_case("train-vision")])
 def test_the_commands_write_what_tensorboard_reads(tmp_path, monkeypatch, command):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

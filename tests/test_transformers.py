@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from mixers import every_mixer, every_mixer_of_kit
+from mixers import every_family, every_family_of_kit, every_mixer
 from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
@@ -70,7 +70,7 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         torch.testing.assert_close(layer.get().S[1:2], single.get().S)
 
 
-@every_mixer
+@every_family
 @pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), slow_case((3, 5), 1), ((3, 3, 5), 2)])
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
     "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
@@ -94,7 +94,7 @@ def scattered(rows=5, length=14, seed=0):
     return mask.long()
 
 
-@every_mixer_of_kit
+@every_family_of_kit
 def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
     hf, tokens = to_transformers(make(name)).double(), torch.randint(50, (5, 20))
@@ -201,7 +201,7 @@ def collated(texts, **options):
     return collate([dict(input_ids=text[0].tolist()) for text in texts])
 
 
-@every_mixer
+@every_family
 def test_packed_texts_share_no_state(name):
     "Every way to mark packed texts, alone or with others, gives each text what it gives alone, also beside padding."
     hf, (_, _, texts) = to_transformers(make(name)).double(), padded(4, 7, 1, 8)

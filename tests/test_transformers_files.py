@@ -11,7 +11,7 @@ from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.evaluation import export_checkpoint, free_word, hf_tokenizer, load_pair
 from longhorn_kit.lab.language_training import train_lm
 from longhorn_kit import __version__
-from mixers import every_mixer
+from mixers import every_family, every_mixer
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
 from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, padding_note, to_transformers
@@ -290,7 +290,7 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
     assert len(adapters) == 2 * len(linear) and not [name for name, p in adapters.items() if not p.grad.abs().max() > 0]
 
 
-@every_mixer
+@every_family
 def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
     "A block whose weights stay on disk until its modules are called gives the same logits, with a cache and without."
     pytest.importorskip("accelerate")

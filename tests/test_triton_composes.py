@@ -114,8 +114,8 @@ def negative(t):
 
 
 @both_paths
-@pytest.mark.parametrize("bounds", (None, [0, 1, SIZES[1]]), ids=("rows", "packed"))
-@pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
+@pytest.mark.parametrize("bounds", (slow_case(None, id="rows"), pytest.param([0, 1, SIZES[1]], id="packed")))
+@pytest.mark.parametrize("form", (slow_case("diagonal"), "exact", slow_case("s6")))
 def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, path):
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     sizes = SIZES if bounds is None else (1, *SIZES[1:])
@@ -377,7 +377,7 @@ def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
         assert bytes_kept(lambda: call(a, form), a.values()) == 0
 
 
-@pytest.mark.parametrize("bounds", (None, [0, 0, 3, 20, 21]))
+@pytest.mark.parametrize("bounds", (slow_case(None), [0, 0, 3, 20, 21]))
 @pytest.mark.parametrize("form", ("diagonal", "exact", "s6") if GPU else ("diagonal",))
 def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
     sizes = (1, 21, 64, 16) if GPU else (1, 21, 2, 3)

@@ -224,7 +224,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compi
 
 
 @pytest.mark.usefixtures("kernels_of_scans")
-@pytest.mark.parametrize("name", ["longhorn", slow_case("longhorn_exact"), "mamba"])
+@pytest.mark.parametrize("name", ["longhorn", slow_case("longhorn_exact"), slow_case("mamba")])
 def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
     from torch.autograd.graph import saved_tensors_hooks

@@ -161,7 +161,7 @@ def test_default_cfg_and_classifier(name):
     assert build(name, num_classes=0)(x).shape == (1, model.num_features)
 
 
-@pytest.mark.parametrize("name, options", KINDS)
+@pytest.mark.parametrize("name, options", [KINDS[0], *(slow_case(*kind) for kind in KINDS[1:])])
 def test_scripted_traced_and_exported_models_agree(name, options):
     from timm.models import get_notrace_functions, get_notrace_modules
     from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -197,7 +197,7 @@ def test_features_of_every_block(name):
 
 
 @pytest.mark.parametrize("how", ("export", "trace", "script"))
-@pytest.mark.parametrize("name, options", [*KINDS[1:], slow_case(*KINDS[0])])
+@pytest.mark.parametrize("name, options", [KINDS[-1], *(slow_case(*kind) for kind in KINDS[:-1])])
 def test_exported_traced_and_scripted_models_have_the_gradients_of_eager_mode(name, options, how):
     model = build(name, **options)
     x = images(model).requires_grad_()

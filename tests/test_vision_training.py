@@ -10,6 +10,7 @@ from layouts import Pool
 from PIL import Image
 from safetensors.torch import load_file
 
+from sweep import slow_case
 from longhorn_kit import cli
 from longhorn_kit.lab import images as images_module, vision_training as lab
 from longhorn_kit.lab.images import Augmented, ImageBatches, Images, open_data, open_part, posterize, transforms
@@ -434,7 +435,7 @@ def interrupted(monkeypatch, step, what):
     monkeypatch.setattr(ImageBatches, "next_batch", next_batch)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [slow_case(0), 2])
 def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(folder, tmp_path, monkeypatch, workers):
     options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9, drop_path=0.5, save_every=4)
     whole = small(tmp_path / "whole", folder, **options)

@@ -235,10 +235,9 @@ def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: step
             "train": [round(point["train"], 5) for point in curve]}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-047
-def job_of(model: Seeded, group: str, same: dict, config: OnePass, place: float, seed: int) -> dict:
+def job_of(shape: dict, same: dict, config: OnePass, place: float, seed: int) -> dict: # shape: from `shape_of`
     "Return the settings of one run of a model, at a place of the grid."
-    lr = rate_at(config.rates, place)
-    return same | {"model": shape_of(model, POOLS[group].blocks, config), "lr": lr, "seed": seed}
+    return same | {"model": shape, "lr": rate_at(config.rates, place), "seed": seed}
 
 def shape_of(model: Model, blocks: int, config: OnePass) -> dict:
     "Return the config of a planned model, as settings keep it."
@@ -315,7 +314,8 @@ class State:
 
     def enter(self, model: Seeded, group: str, same: dict) -> dict:
         "Read a model's runs, and return them as the record keeps them."
-        job = partial(job_of, model, group, same, self.config)
+        shape = shape_of(model, POOLS[group].blocks, self.config) # once: it builds the layer to check its options
+        job = partial(job_of, shape, same, self.config)
         entry, search = entry_of(model, group, job, self.config, self.results)
         self.planned[model.name] = model
         self.job[model.name] = job
@@ -378,8 +378,11 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
 def rerun_jobs(state: State) -> list[dict]:
     "Return the runs that the group `reruns` asks for."
     asked = RERUNS if "reruns" in state.config.groups else ()
-    return [job_of(ALL_MODELS[name], group, state.same, state.config, place, seed)
-            for group, name, place, seed in asked]
+    jobs = []
+    for group, name, place, seed in asked:
+        shape = shape_of(ALL_MODELS[name], POOLS[group].blocks, state.config)
+        jobs.append(job_of(shape, state.same, state.config, place, seed))
+    return jobs
 
 def later(config: OnePass, results: Results) -> Iterator[dict]:
     "Yield stand-ins for the jobs of unfinished searches, and for their first judged seeds."
