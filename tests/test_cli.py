@@ -6,6 +6,7 @@ import fakes
 import pytest
 import torch
 
+from sweep import slow_case
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import claims, use
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
@@ -530,7 +531,8 @@ def test_closed_pipe_is_silent():
     assert child.stderr.read() == "" and child.wait(60) in (0, 1)
 
 
-@pytest.mark.parametrize("closed, words, code", [(">&-", "claims recall", 0), (">&-", "claims recal", 2), ("2>&-", "claims recal", 2), (">&- 2>&-", "claims", 0)])
+@pytest.mark.parametrize("closed, words, code", [
+    (">&- 2>&-", "claims recall", 0), slow_case(">&-", "claims", 0), slow_case(">&-", "claims recal", 2), ("2>&-", "claims recal", 2)])
 def test_a_closed_output_is_no_failure(closed, words, code):
     done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m longhorn_kit.cli {words} {closed}"], capture_output=True, text=True)
     assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""

@@ -206,7 +206,7 @@ STANDS_FOR = {
     "srun": "#!/bin/sh\n\"$@\" & one=$!\n\"$@\" & two=$!\nwait $one && wait $two\n"} # one launcher per machine
 
 
-@pytest.mark.parametrize("name", ["grid", *(slow_case(name) for name in ("prepare", "one machine", "images", "two machines", "spot machine"))])
+@pytest.mark.parametrize("name", map(slow_case, ("grid", "prepare", "one machine", "images", "two machines", "spot machine")))
 def test_every_command_of_the_page_runs(tmp_path, name):
     assert set(commands()) == {"prepare", "one machine", "images", "two machines", "grid", "spot machine"}
     node = folder_of_node(tmp_path / "node")

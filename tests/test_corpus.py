@@ -319,7 +319,7 @@ def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     assert bytes_of(found) == expected(source)
 
 
-@pytest.mark.parametrize("apart", ["locks", "ranks", None])
+@pytest.mark.parametrize("apart", [slow_case("locks"), slow_case("ranks"), None])
 def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
     if apart != "locks":
         no_locks(monkeypatch, errno.ENOSYS)

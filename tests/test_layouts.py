@@ -274,7 +274,7 @@ def full_disk(folder, rank, in_background):
         plain(folder, async_save=in_background)
 
 
-@pytest.mark.parametrize("rank, in_background", [("0", False), ("1", False), ("1", True)])
+@pytest.mark.parametrize("rank, in_background", [slow_case("0", False), slow_case("1", False), ("1", True)])
 def test_a_full_disk_of_any_process_is_one_sentence_in_all(pools, tmp_path, rank, in_background):
     for line in pools(2).run(full_disk, tmp_path, rank, in_background):
         assert f"process {rank}: cannot write" in line and "step-00000020: No space left on device" in line and "\n" not in line

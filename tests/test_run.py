@@ -240,6 +240,7 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected
     assert not any("again" in text for text in starts(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
     from nbdev.export import nb_export
     root = TESTS.parent

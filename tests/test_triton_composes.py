@@ -243,7 +243,7 @@ def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bou
         assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
 
 
-@pytest.mark.parametrize("given, moved", MOVED)
+@pytest.mark.parametrize("given, moved", [MOVED[0], *(slow_case(*case) for case in MOVED[1:])])
 def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, monkeypatch):
     from longhorn_kit.scan.short_conv import causal_conv1d
     T, D = (600, 40) if GPU else (12, 2)
@@ -366,7 +366,7 @@ def bytes_kept(run, given):
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("form", ("diagonal", "exact", "decoupled", "s6"))
+@pytest.mark.parametrize("form", ("diagonal", "exact", slow_case("decoupled"), slow_case("s6")))
 @pytest.mark.parametrize("N", (16, 5, 64) if GPU else (3,))
 def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
     sizes = (2, 2048, 64, N) if GPU else (1, 32, 2, N)
